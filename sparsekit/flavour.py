@@ -1,0 +1,285 @@
+"""The bridge between Keras 3 (on TensorFlow) and tf_keras: the only file that imports either of them.
+
+The model decides: `flavour_of(model)` answers which Keras is its own, and everything that differs between the two
+is a method of `Flavour`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import tensorflow as tf
+
+from .errors import ModelTypeError
+
+NAMES = ("keras", "tf_keras")
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One of the two Kerases.
+
+    Args:
+        name: `"keras"` (Keras 3) or `"tf_keras"` (Keras 2).
+        keras: the imported top-level module.
+    """
+
+    name: str
+    keras: ModuleType
+
+    @property
+    def is_keras3(self) -> bool:
+        return self.name == "keras"
+
+    # --- models and layers ---
+
+    def layers(self, model: Any) -> list[Any]:
+        """The model itself and all layers below it at any depth, each once, parents first."""
+        seen: dict[int, Any] = {}
+        for layer in model._flatten_layers():
+            seen.setdefault(id(layer), layer)
+        return list(seen.values())
+
+    def own_variables(self, layer: Any) -> list[Any]:
+        """The variables that a layer created itself, not those of its sub-layers."""
+        if self.is_keras3:
+            return [*layer._trainable_variables, *layer._non_trainable_variables]
+        return [*layer._trainable_weights, *layer._non_trainable_weights]
+
+    def is_layer(self, obj: Any) -> bool:
+        return isinstance(obj, self.keras.layers.Layer)
+
+    def has_own_train_step(self, model: Any) -> bool:
+        """Whether the user wrote a `train_step` (in a subclass or on the object)."""
+        return (
+            "train_step" in vars(model)
+            or type(model).train_step is not self.keras.Model.train_step
+            and type(model).train_step is not self.keras.Sequential.train_step
+        )
+
+    def is_compiled(self, model: Any) -> bool:
+        return bool(model.compiled if self.is_keras3 else model._is_compiled)
+
+    def forget_train_function(self, model: Any) -> None:
+        """Drop the compiled train function, so that the next fit traces a new one."""
+        model.train_function = None
+        if not self.is_keras3:
+            model.train_tf_function = None
+
+    # --- variables ---
+
+    def path(self, variable: Any) -> str:
+        """Name of a variable; not always unique in tf_keras."""
+        if self.is_keras3 and hasattr(variable, "path"):
+            return variable.path
+        return variable.name.split(":")[0]
+
+    def get_constraint(self, variable: Any) -> Any:
+        return variable.constraint
+
+    def set_constraint(self, variable: Any, constraint: Any) -> None:
+        """Set the constraint that the optimizer runs after each update, on a built variable too."""
+        if self.is_keras3:
+            variable.constraint = constraint
+            return
+        # An AutoCastVariable wraps the variable; a MirroredVariable holds one on each device.
+        inner = getattr(variable, "_variable", variable)
+        for component in getattr(inner, "values", (inner,)):
+            component._constraint = constraint
+
+    # --- optimizers ---
+
+    def is_optimizer(self, obj: Any) -> bool:
+        kinds: tuple[type, ...] = (self.keras.optimizers.Optimizer,)
+        if not self.is_keras3:
+            kinds += (self.keras.optimizers.legacy.Optimizer, self.keras.mixed_precision.LossScaleOptimizer)
+        return isinstance(obj, kinds)
+
+    def update_method(self) -> str:
+        """Name of the optimizer method through which every update goes."""
+        return "apply" if self.is_keras3 else "apply_gradients"
+
+    def inner_optimizers(self, optimizer: Any) -> list[Any]:
+        """The optimizer and all those it delegates to (loss scaling, one optimizer a group of weights)."""
+        found = [optimizer]
+        state = vars(optimizer)
+        for child in (state.get("inner_optimizer"), state.get("_optimizer"), *state.get("_inner_optimizers", ())):
+            if child is not None and child is not optimizer:
+                found += self.inner_optimizers(child)
+        return found
+
+    def is_built_for(self, optimizer: Any, variables: list[Any]) -> bool:
+        """Whether the optimizer can update these variables; one that is not built yet can update any."""
+        tables = [_index_table(inner) for inner in self.inner_optimizers(optimizer)]
+        known = [table for table in tables if table]
+        return not known or all(any(key_of(v) in table for table in known) for v in variables)
+
+    def slots(self, optimizer: Any) -> Iterator[tuple[str, Any, float]]:
+        """The arrays that the optimizer keeps for each weight: moments, accumulators, averages.
+
+        Yields:
+            `(key of the weight, slot variable, value of a fresh slot)`. Slots of another shape than the weight
+            (factored moments, counters) come along; the caller looks at the shape.
+        """
+        for inner in self.inner_optimizers(optimizer):
+            state = vars(inner)
+            if isinstance(state.get("_slots"), dict):
+                for key, table in state["_slots"].items():
+                    for name, slot in table.items():
+                        yield key, slot, _fresh_value(inner, name)
+                continue
+            for name, column in state.items():
+                if name in ("_trainable_variables", "_variables") or not isinstance(column, (list, tuple)):
+                    continue
+                for key, position in _index_table(inner).items():
+                    if position < len(column) and hasattr(column[position], "assign"):
+                        yield key, column[position], _fresh_value(inner, name)
+
+    def updates_elementwise(self, optimizer: Any) -> bool:
+        """Whether one position's update depends on its own gradient and slots only.
+
+        Only Keras' own classes are known to be so; Muon, Lamb and Adafactor mix positions, and of a class that
+        somebody else wrote nothing is known.
+        """
+        return all(
+            type(inner).__module__.split(".")[0] in NAMES and type(inner).__name__ not in _MIXING
+            for inner in self.inner_optimizers(optimizer)
+        )
+
+    def clips_by_norm(self, optimizer: Any) -> bool:
+        return any(
+            getattr(inner, name, None) is not None
+            for inner in self.inner_optimizers(optimizer)
+            for name in ("clipnorm", "global_clipnorm")
+        )
+
+    def averages_weights(self, optimizer: Any) -> bool:
+        return any(getattr(inner, "use_ema", False) for inner in self.inner_optimizers(optimizer))
+
+    def rebuilt(self, optimizer: Any) -> Any:
+        """A new optimizer with the same settings, learning rate and update count, and fresh slots."""
+        fresh = type(optimizer).from_config(optimizer.get_config())
+        fresh.iterations.assign(optimizer.iterations)
+        return fresh
+
+
+_MIXING = frozenset({"Muon", "Lamb", "Adafactor"})
+
+
+def _index_table(optimizer: Any) -> dict[str, int]:
+    state = vars(optimizer)
+    return state.get("_trainable_variables_indices") or state.get("_index_dict") or {}
+
+
+def _fresh_value(optimizer: Any, slot_name: str) -> float:
+    """What a slot holds before the first update: Adagrad and Ftrl start above zero."""
+    if slot_name.strip("_").startswith("accumulator"):
+        for name in ("initial_accumulator_value", "_initial_accumulator_value"):
+            if hasattr(optimizer, name):
+                return float(getattr(optimizer, name))
+    return 0.0
+
+
+def native(variable: Any) -> Any:
+    """The tf.Variable behind a variable of either Keras."""
+    value = getattr(variable, "_value", None)
+    return value if isinstance(value, tf.Variable) else variable
+
+
+def key_of(variable: Any) -> str:
+    """Identity of a variable, the same for a Keras variable, its tf.Variable and each replica's component."""
+    variable = native(variable)
+    container = getattr(variable, "_distributed_container", None)
+    if container is not None:
+        variable = container() or variable
+    return variable._unique_id
+
+
+@functools.cache
+def get(name: str) -> Flavour:
+    """Import one of the two Kerases.
+
+    Args:
+        name: `"keras"` or `"tf_keras"`.
+
+    Raises:
+        ModelTypeError: if it is not installed, or if Keras 3 runs on another backend than TensorFlow.
+    """
+    if name not in NAMES:
+        raise ModelTypeError(f"flavour={name!r} is not known; give 'keras' (Keras 3) or 'tf_keras'.")
+    if importlib.util.find_spec(name) is None:
+        raise ModelTypeError(f"{name} is not installed; run `pip install {name.replace('_', '-')}`.")
+    module = importlib.import_module(name)
+    if name == "keras":
+        _check_backend(module)
+    return Flavour(name, module)
+
+
+def _check_backend(keras: ModuleType) -> None:
+    if not keras.__version__.startswith("3."):
+        raise ModelTypeError(f"keras {keras.__version__} is not Keras 3; run `pip install 'keras>=3'`.")
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise ModelTypeError(
+            f"Keras runs on the {backend} backend here; sparsekit needs TensorFlow: set "
+            "KERAS_BACKEND=tensorflow before keras is imported."
+        )
+
+
+def _loaded() -> Iterator[Flavour]:
+    """The Kerases that this process has imported: a model's own is always among them."""
+    for name in NAMES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "Model"):
+            yield get(name)
+
+
+def flavour_of(model: Any) -> Flavour:
+    """Which Keras a model belongs to.
+
+    Raises:
+        ModelTypeError: if the object is not a Keras model on TensorFlow, naming its class and what to pass.
+    """
+    for flavour in _loaded():
+        if isinstance(model, flavour.keras.Model):
+            return flavour
+        if flavour.is_layer(model):
+            raise ModelTypeError(
+                f"{_type_name(model)} is a layer; pass the whole model that holds it."
+            )
+    hint = "pass the model object itself, a keras.Model or tf_keras.Model"
+    if isinstance(model, (list, tuple)):
+        hint = "pass the model that holds these layers, not a list of them"
+    elif isinstance(model, (str, bytes)) or hasattr(model, "__fspath__"):
+        hint = "open the file first: sparsekit.load(path)"
+    elif type(model).__module__.split(".")[0] == "torch" or any(
+        base.__module__.startswith("torch.") for base in type(model).__mro__
+    ):
+        hint = "sparsekit works on Keras models on TensorFlow, not on PyTorch modules"
+    raise ModelTypeError(f"{_type_name(model)} is not a Keras model; {hint}.")
+
+
+def flavour_of_optimizer(optimizer: Any) -> Flavour:
+    """Which Keras an optimizer belongs to.
+
+    Raises:
+        ModelTypeError: if it is no optimizer of either.
+    """
+    for flavour in _loaded():
+        if flavour.is_optimizer(optimizer):
+            return flavour
+    raise ModelTypeError(
+        f"{_type_name(optimizer)} is not a Keras optimizer; pass an object such as keras.optimizers.Adam()."
+    )
+
+
+def _type_name(obj: Any) -> str:
+    kind = type(obj)
+    return f"{kind.__module__}.{kind.__qualname__}"

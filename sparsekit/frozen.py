@@ -1,0 +1,164 @@
+"""Masks frozen for a model: non-trainable TensorFlow variables in a table beside the model.
+
+They are never attributes of the model, since Keras would track and save them. The table is keyed weakly, so a model's
+masks go away with it. A second prune writes into the same variables, so that a step compiled before stays right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from .errors import MaskError, ViolationError
+from .flavour import key_of, native
+from .masks import Mask, MaskSet
+from .weights import WeightRef, all_weights, read
+
+
+@dataclass(eq=False)
+class FrozenMask:
+    """The mask of one weight as TensorFlow variables.
+
+    Args:
+        path: the weight's path.
+        variable: the weight.
+        keep: bool tf.Variable of the weight's shape, True = keep; one byte a position.
+        pattern: name of the structure of the zeros.
+        target: sparsity that was asked for, or None if the mask was given or read from zeros.
+    """
+
+    path: str
+    variable: Any
+    keep: tf.Variable
+    pattern: str = "unstructured"
+    target: float | None = None
+
+    @property
+    def key(self) -> str:
+        return key_of(self.variable)
+
+    def mask(self) -> Mask:
+        return Mask(self.path, np.array(read(self.keep)), self.pattern)
+
+    def violations(self) -> int:
+        """Number of positions that are masked and not exactly zero."""
+        weight, keep = read(self.variable), read(self.keep)
+        return int(np.count_nonzero(weight[~keep] != 0))
+
+
+class FrozenMasks:
+    """All frozen masks of one model, by weight path."""
+
+    def __init__(self) -> None:
+        self._by_path: dict[str, FrozenMask] = {}
+        self._by_key: dict[str, FrozenMask] = {}
+
+    def __iter__(self) -> Iterator[FrozenMask]:
+        return iter(self._by_path.values())
+
+    def __len__(self) -> int:
+        return len(self._by_path)
+
+    def get(self, variable: Any) -> FrozenMask | None:
+        """The mask of a variable (of either Keras, or its tf.Variable), or None."""
+        return self._by_key.get(key_of(variable))
+
+    def put(self, ref: WeightRef, mask: Mask, target: float | None) -> None:
+        """Freeze a mask for a weight, in the variable that already holds one if there is one."""
+        old = self._by_path.get(ref.path)
+        if old is not None and old.key == ref.key:
+            old.keep.assign(mask.keep)
+            old.pattern, old.target = mask.pattern, target
+            return
+        frozen = FrozenMask(ref.path, ref.variable, _mask_variable(ref.variable, mask.keep), mask.pattern, target)
+        self._by_path[ref.path] = frozen
+        self._by_key[frozen.key] = frozen
+
+    def to_masks(self) -> MaskSet:
+        return MaskSet(frozen.mask() for frozen in self)
+
+    def apply(self) -> None:
+        """Set every masked position to zero; the kept ones do not change."""
+        for frozen in self:
+            variable = native(frozen.variable)
+            variable.assign(keep_only(frozen.keep, variable))
+
+    def violations(self) -> dict[str, int]:
+        """Weights with positions that are masked and not zero: path -> how many."""
+        counts = {frozen.path: frozen.violations() for frozen in self}
+        return {path: count for path, count in counts.items() if count}
+
+    def check(self, when: str) -> None:
+        """Raise ViolationError if a masked position is not zero."""
+        broken = self.violations()
+        if broken:
+            listed = ", ".join(f"{path} ({count})" for path, count in list(broken.items())[:5])
+            raise ViolationError(
+                f"{sum(broken.values())} pruned weights are not zero {when}: {listed}; "
+                "something writes to the weights outside of the training step."
+            )
+
+
+def keep_only(keep: Any, value: Any) -> tf.Tensor:
+    """`value` where kept, +0.0 elsewhere. A select, not a product: NaN * 0 is NaN and -1 * 0 is -0."""
+    value = tf.convert_to_tensor(value)
+    return tf.where(tf.convert_to_tensor(keep), value, tf.zeros_like(value))
+
+
+def _mask_variable(weight: Any, keep: np.ndarray) -> tf.Variable:
+    """A bool variable where the weight lives: under its distribution strategy, with one copy a replica."""
+    strategy = getattr(native(weight), "distribute_strategy", None) or tf.distribute.get_strategy()
+    with tf.init_scope(), strategy.scope():
+        return tf.Variable(
+            keep,
+            trainable=False,
+            dtype=tf.bool,
+            name="sparsity_mask",
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+
+_TABLE: weakref.WeakKeyDictionary[Any, FrozenMasks] = weakref.WeakKeyDictionary()
+
+
+def frozen_masks(model: Any) -> FrozenMasks:
+    """The frozen masks of a model; empty if it has none."""
+    found = _TABLE.get(model)
+    return found if found is not None else FrozenMasks()
+
+
+def attach(model: Any, masks: MaskSet, targets: Mapping[str, float] | None = None) -> FrozenMasks:
+    """Freeze masks for a model and zero what they mask. Masks that other weights already have stay.
+
+    Raises:
+        MaskError: for an unknown path or a shape that does not fit; nothing has changed then.
+    """
+    refs = {ref.path: ref for ref in all_weights(model)}
+    for path in masks:
+        keep = masks[path]
+        if path not in refs:
+            raise MaskError(
+                f"The model '{model.name}' has no weight '{path}'; its paths are, for example, "
+                f"{', '.join(list(refs)[:3])}."
+            )
+        if keep.shape != refs[path].shape:
+            raise MaskError(f"The mask of '{path}' has shape {keep.shape}; the weight has {refs[path].shape}.")
+        if not tf.as_dtype(refs[path].variable.dtype).is_floating:
+            raise MaskError(f"'{path}' is not floating point; only floating weights can be masked.")
+    frozen = _TABLE.setdefault(model, FrozenMasks())
+    for path in masks:
+        frozen.put(refs[path], masks.mask(path), (targets or {}).get(path))
+    frozen.apply()
+    return frozen
+
+
+def detach(model: Any) -> None:
+    """Forget a model's masks. Steps compiled before keep running: their masks are opened first."""
+    frozen = _TABLE.pop(model, None)
+    for mask in frozen or ():
+        mask.keep.assign(np.ones(mask.keep.shape, dtype=np.bool_))
