@@ -141,6 +141,7 @@ def survey(
     model: Any,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
+    allow_empty: bool = False,
 ) -> tuple[list[WeightRef], list[Skipped]]:
     """Split a model's variables into those that can be pruned and the rest.
 
@@ -152,6 +153,7 @@ def survey(
             its name (`"Conv2D"`), or a function `WeightRef -> bool`. A glob that ends in the name of a bias
             (`"*/bias"`) takes biases along, which are left out otherwise.
         exclude: the same forms; leave these weights out.
+        allow_empty: return an empty list instead of an error if nothing is left.
 
     Returns:
         `(weights to prune, skipped ones with a reason)`.
@@ -177,7 +179,7 @@ def survey(
             chosen.append(ref)
         else:
             skipped.append(Skipped(ref, reason))
-    if not chosen:
+    if not chosen and not allow_empty:
         reasons = "; ".join(f"{s.ref.path}: {s.reason}" for s in skipped[:4]) or "it has no variables"
         raise NothingToPruneError(f"The model '{model.name}' has no weight to prune ({reasons}).")
     return chosen, skipped
