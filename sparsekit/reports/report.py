@@ -1,0 +1,271 @@
+"""What a model holds, weight by weight: how sparse each one is, whether its zeros stayed, why one was left alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparsekit.errors import FileError, NothingToPruneError
+from sparsekit.frozen import frozen_masks
+from sparsekit.weights import WeightRef, all_weights, survey
+
+PRUNED, NO_MASK, SKIPPED = "pruned", "no mask", "skipped"
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """One row: one variable of the model.
+
+    Args:
+        path: the weight's path, for example `"dense/kernel"`.
+        shape: its shape.
+        size: number of positions.
+        target: sparsity asked for, in [0, 1]; None if there was no target.
+        achieved: fraction of positions that are exactly zero now, in [0, 1].
+        zeros: number of positions that are exactly zero now.
+        violations: number of positions that the mask holds at zero and that are not zero.
+        status: `"pruned"` (has a mask), `"no mask"` (could have one) or `"skipped"`.
+        reason: why it has no mask; empty for a pruned weight.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    size: int
+    target: float | None
+    achieved: float
+    zeros: int
+    violations: int
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """All rows of one model; `str(report)` is a readable table.
+
+    Args:
+        model: name of the model.
+        rows: one `WeightReport` a variable, in the order of the layers.
+    """
+
+    model: str
+    rows: tuple[WeightReport, ...]
+
+    def __iter__(self) -> Iterator[WeightReport]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def status(self) -> str:
+        """`"no masks"`, `"ok"`, or `"violated"` if a masked position is not zero."""
+        if not self._with(PRUNED):
+            return "no masks"
+        return "violated" if self.violations else "ok"
+
+    @property
+    def counted(self) -> tuple[WeightReport, ...]:
+        """The rows behind the totals: the masked weights, or, if no weight has a mask, all that could have one."""
+        return self._with(PRUNED) or self._with(NO_MASK)
+
+    @property
+    def size(self) -> int:
+        return sum(row.size for row in self.counted)
+
+    @property
+    def zeros(self) -> int:
+        return sum(row.zeros for row in self.counted)
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of exact zeros in the masked weights, in [0, 1]; without masks, in the weights that could have one."""
+        return self.zeros / self.size if self.size else 0.0
+
+    @property
+    def violations(self) -> int:
+        """Number of positions in the whole model that a mask holds at zero and that are not zero."""
+        return sum(row.violations for row in self.rows)
+
+    @property
+    def parameters(self) -> int:
+        """Number of positions in all variables of the model."""
+        return sum(row.size for row in self.rows)
+
+    @property
+    def nonzero(self) -> int:
+        """Number of positions in all variables of the model that are not zero."""
+        return self.parameters - sum(row.zeros for row in self.rows)
+
+    def _with(self, status: str) -> tuple[WeightReport, ...]:
+        return tuple(row for row in self.rows if row.status == status)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Totals and rows as plain Python values, ready for JSON."""
+        names = ("model", "status", "sparsity", "zeros", "size", "violations", "parameters", "nonzero")
+        rows = [asdict(row) | {"shape": list(row.shape)} for row in self.rows]
+        return {name: getattr(self, name) for name in names} | {"rows": rows}
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One line a weight, after a line of column names.
+
+        Args:
+            path: also write the text to this file, atomically.
+
+        Returns:
+            The text.
+        """
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        names = [field.name for field in fields(WeightReport)]
+        writer.writerow(names)
+        for row in self.rows:
+            values = asdict(row) | {
+                "shape": "x".join(map(str, row.shape)),
+                "target": "" if row.target is None else row.target,
+            }
+            writer.writerow([values[name] for name in names])
+        if path is not None:
+            write_text(path, buffer.getvalue())
+        return buffer.getvalue()
+
+    def table(self) -> Table:
+        """The table behind `str(report)`, for a caller's own rich console; skipped weights share a row a reason."""
+        table = Table(title=f"{self.model}: {self._headline()}", title_justify="left", title_style="bold")
+        table.add_column("weight", overflow="fold", min_width=12)
+        for name in ("shape", "size", "target", "zeros", "sparsity", "violations"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("status", overflow="fold")
+        for row in (*self._with(PRUNED), *self._with(NO_MASK)):
+            table.add_row(
+                Text(row.path),
+                "x".join(map(str, row.shape)) or "scalar",
+                f"{row.size:,}",
+                "" if row.target is None else percent(row.target),
+                f"{row.zeros:,}",
+                percent(row.achieved),
+                f"{row.violations:,}" if row.status == PRUNED else "",
+                Text(f"{row.status}: {row.reason}" if row.reason else row.status),
+            )
+        for reason, rows in _by_reason(self._with(SKIPPED)).items():
+            size = sum(row.size for row in rows)
+            count = f"{len(rows)} {'variable' if len(rows) == 1 else 'variables'}"
+            table.add_row(count, "", f"{size:,}", "", "", "", "", f"{SKIPPED}: {reason}")
+        table.add_section()
+        what = "all masked weights" if self._with(PRUNED) else "all weights above that can be pruned"
+        table.add_row(
+            Text(what, style="bold"), "", f"{self.size:,}", "", f"{self.zeros:,}", percent(self.sparsity),
+            f"{self.violations:,}" if self._with(PRUNED) else "", self.status,
+        )  # fmt: skip
+        return table
+
+    def _headline(self) -> str:
+        if not self._with(PRUNED):
+            return "no masks"
+        text = f"{len(self._with(PRUNED))} masked weights, {percent(self.sparsity)} zeros"
+        return f"{text}, {self.violations:,} VIOLATIONS" if self.violations else f"{text}, no violations"
+
+    def __str__(self) -> str:
+        return plain(self.table())
+
+    __repr__ = __str__
+
+
+def build_report(model: Any) -> Report:
+    """Look at every variable of a model.
+
+    Args:
+        model: a Keras model of either flavour, dense or pruned, built or not.
+
+    Raises:
+        ModelTypeError: if it is no Keras model.
+    """
+    try:
+        refs = all_weights(model)
+    except NothingToPruneError:
+        return Report(model.name, ())
+    frozen = frozen_masks(model)
+    reasons = {skipped.ref.path: skipped.reason for skipped in survey(model, allow_empty=True)[1]}
+    rows = []
+    for ref in refs:
+        mask, zeros = frozen.get(ref.variable), _zeros(ref)
+        if mask is not None:
+            status, reason = PRUNED, ""
+        elif ref.path in reasons:
+            status, reason = SKIPPED, reasons[ref.path]
+        else:
+            status, reason = NO_MASK, "left out of the prune" if len(frozen) else ""
+        rows.append(
+            WeightReport(
+                path=ref.path,
+                shape=ref.shape,
+                size=ref.size,
+                target=None if mask is None else mask.target,
+                achieved=zeros / ref.size if ref.size else 0.0,
+                zeros=zeros,
+                violations=0 if mask is None else mask.violations(),
+                status=status,
+                reason=reason,
+            )
+        )
+    return Report(model.name, tuple(rows))
+
+
+def _zeros(ref: WeightRef) -> int:
+    """Number of exact zeros; a variable that holds no numbers has none."""
+    if not (tf.as_dtype(ref.variable.dtype).is_floating or tf.as_dtype(ref.variable.dtype).is_integer):
+        return 0
+    return ref.size - int(np.count_nonzero(ref.numpy()))
+
+
+def percent(fraction: float) -> str:
+    """A fraction as a percentage that never rounds to a full 0 or 100."""
+    text = f"{100 * fraction:.2f}"
+    if text == "100.00" and fraction < 1:
+        text = "99.99+"
+    if text == "0.00" and fraction > 0:
+        text = "<0.01"
+    return f"{text} %"
+
+
+def plain(table: Table) -> str:
+    """Text of a rich table as wide as the terminal, or as wide as it needs where there is none; no colour codes."""
+    width = shutil.get_terminal_size(fallback=(160, 24)).columns
+    buffer = io.StringIO()
+    Console(file=buffer, width=max(width, 80), color_system=None, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole file or none of it.
+
+    Raises:
+        FileError: if the place cannot be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise FileError(f"'{target}' cannot be written ({error.strerror}); give a path that can.") from error
+
+
+def _by_reason(rows: Iterable[WeightReport]) -> dict[str, list[WeightReport]]:
+    groups: dict[str, list[WeightReport]] = {}
+    for row in rows:
+        groups.setdefault(row.reason, []).append(row)
+    return groups
