@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -142,43 +143,48 @@ class Report:
         return buffer.getvalue()
 
     def table(self) -> Table:
-        """The table behind `str(report)`, for a caller's own rich console; skipped weights share a row a reason."""
-        table = Table(title=f"{self.model}: {self._headline()}", title_justify="left", title_style="bold")
-        table.add_column("weight", overflow="fold", min_width=12)
-        for name in ("shape", "size", "target", "zeros", "sparsity", "violations"):
+        """The weights that can be pruned, and the totals, for a caller's own rich console."""
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        table.add_column("weight", overflow="fold")
+        for name in ("shape", "size", "target", "sparsity", "violations"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("status", overflow="fold")
-        for row in (*self._with(PRUNED), *self._with(NO_MASK)):
+        table.add_column("status")
+        masked = self._with(PRUNED)
+        for row in (*masked, *self._with(NO_MASK)):
             table.add_row(
                 Text(row.path),
-                "x".join(map(str, row.shape)) or "scalar",
+                "x".join(map(str, row.shape)),
                 f"{row.size:,}",
                 "" if row.target is None else percent(row.target),
-                f"{row.zeros:,}",
                 percent(row.achieved),
                 f"{row.violations:,}" if row.status == PRUNED else "",
-                Text(f"{row.status}: {row.reason}" if row.reason else row.status),
+                row.status,
             )
-        for reason, rows in _by_reason(self._with(SKIPPED)).items():
-            size = sum(row.size for row in rows)
-            count = f"{len(rows)} {'variable' if len(rows) == 1 else 'variables'}"
-            table.add_row(count, "", f"{size:,}", "", "", "", "", f"{SKIPPED}: {reason}")
         table.add_section()
-        what = "all masked weights" if self._with(PRUNED) else "all weights above that can be pruned"
-        table.add_row(
-            Text(what, style="bold"), "", f"{self.size:,}", "", f"{self.zeros:,}", percent(self.sparsity),
-            f"{self.violations:,}" if self._with(PRUNED) else "", self.status,
-        )  # fmt: skip
+        total = f"{self.violations:,}" if masked else ""
+        what = "all pruned" if masked else "all prunable"
+        table.add_row(what, "", f"{self.size:,}", "", percent(self.sparsity), total, self.status)
         return table
+
+    def notes(self) -> list[str]:
+        """One line for each reason why weights have no mask."""
+        return [
+            f"{status}: {reason}: {len(rows)} {'variable' if len(rows) == 1 else 'variables'} "
+            f"({sum(row.size for row in rows):,} values)"
+            for status in (NO_MASK, SKIPPED)
+            for reason, rows in _by_reason(self._with(status)).items()
+            if reason
+        ]
 
     def _headline(self) -> str:
         if not self._with(PRUNED):
             return "no masks"
-        text = f"{len(self._with(PRUNED))} masked weights, {percent(self.sparsity)} zeros"
+        masked = len(self._with(PRUNED))
+        text = f"{masked} masked {'weight' if masked == 1 else 'weights'}, {percent(self.sparsity)} zeros"
         return f"{text}, {self.violations:,} VIOLATIONS" if self.violations else f"{text}, no violations"
 
     def __str__(self) -> str:
-        return plain(self.table())
+        return "\n".join((f"{self.model}: {self._headline()}", "", plain(self.table()), "", *self.notes()))
 
     __repr__ = __str__
 
