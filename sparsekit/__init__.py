@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .api import freeze, masked, masks_of, prune, report, retrain, strip, train_step
     from .files import load, save
-    from .training.enforcement import MaskConstraint
+    from .training.constraint import MaskConstraint
 
 # TensorFlow takes seconds to import; a name is loaded when it is first used, so that `sparsekit --help` is quick.
 _HOMES = {
@@ -22,7 +22,7 @@ _HOMES = {
     "masked": ".api",
     "load": ".files",
     "save": ".files",
-    "MaskConstraint": ".training.enforcement",
+    "MaskConstraint": ".training.constraint",
 }
 
 __all__ = [

@@ -6,14 +6,17 @@ is a method of `Flavour`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -33,6 +36,15 @@ class Flavour:
 
     name: str
     keras: ModuleType
+
+    # What `compile` takes beside optimizer, loss and metrics.
+    COMPILE_ONLY: ClassVar[tuple[str, ...]] = (
+        "loss_weights",
+        "weighted_metrics",
+        "run_eagerly",
+        "steps_per_execution",
+        "jit_compile",
+    )
 
     @property
     def is_keras3(self) -> bool:
@@ -58,20 +70,68 @@ class Flavour:
 
     def has_own_train_step(self, model: Any) -> bool:
         """Whether the user wrote a `train_step` (in a subclass or on the object)."""
-        return (
-            "train_step" in vars(model)
-            or type(model).train_step is not self.keras.Model.train_step
+        return "train_step" in vars(model) or (
+            type(model).train_step is not self.keras.Model.train_step
             and type(model).train_step is not self.keras.Sequential.train_step
         )
 
     def is_compiled(self, model: Any) -> bool:
         return bool(model.compiled if self.is_keras3 else model._is_compiled)
 
+    def compile_arguments(self, model: Any) -> dict[str, Any]:
+        """The arguments that the model was compiled with, with the optimizer object that it uses now."""
+        config = getattr(model, "_compile_config", None)
+        arguments = dict(config.config) if config is not None else {}
+        arguments["optimizer"] = model.optimizer
+        return arguments
+
     def forget_train_function(self, model: Any) -> None:
         """Drop the compiled train function, so that the next fit traces a new one."""
         model.train_function = None
         if not self.is_keras3:
             model.train_tf_function = None
+
+    # --- files ---
+
+    @property
+    def label(self) -> str:
+        """Name and version for messages."""
+        return f"{'Keras' if self.is_keras3 else 'tf_keras'} {self.keras.__version__}"
+
+    def model_from_config(self, config: dict[str, Any], custom_objects: dict[str, Any], budget: int) -> Any:
+        """Build a model from the config of an .h5 file.
+
+        Raises:
+            MemoryError: once its layers ask for more than `budget` weights.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_weight_budget(self.keras.layers.Layer, budget))
+            if self.is_keras3:
+                options = importlib.import_module("keras.src.legacy.saving.saving_options")
+                stack.enter_context(options.keras_option_scope(use_legacy_config=True))
+                legacy = importlib.import_module("keras.src.legacy.saving.saving_utils")
+            else:
+                legacy = importlib.import_module("tf_keras.src.saving.legacy.model_config")
+                sharing = importlib.import_module("tf_keras.src.saving.legacy.serialization")
+                stack.enter_context(sharing.SharedObjectLoadingScope())
+            stack.enter_context(self.keras.utils.custom_object_scope(custom_objects))
+            return legacy.model_from_config(config, custom_objects=custom_objects)
+
+    def saved_weights(self, layer: Any) -> list[Any]:
+        """A layer's variables in the order in which an .h5 file holds them."""
+        return [*layer.trainable_weights, *layer.non_trainable_weights]
+
+    def top_level_weights(self, model: Any) -> list[Any]:
+        """The variables that the model itself owns, in the order in which an .h5 file holds them."""
+        own = self.own_variables(model)
+        known = {id(v) for v in model.weights}
+        return [v for v in own if id(v) in known]
+
+    def finalize(self, model: Any) -> None:
+        """Let layers that derive something from their weights (Normalization) do it again."""
+        for layer in self.layers(model):
+            if hasattr(layer, "finalize_state") and layer is not model:
+                layer.finalize_state()
 
     # --- variables ---
 
@@ -110,7 +170,11 @@ class Flavour:
         """The optimizer and all those it delegates to (loss scaling, one optimizer a group of weights)."""
         found = [optimizer]
         state = vars(optimizer)
-        for child in (state.get("inner_optimizer"), state.get("_optimizer"), *state.get("_inner_optimizers", ())):
+        for child in (
+            state.get("inner_optimizer"),
+            state.get("_optimizer"),
+            *state.get("_inner_optimizers", ()),
+        ):
             if child is not None and child is not optimizer:
                 found += self.inner_optimizers(child)
         return found
@@ -187,6 +251,36 @@ def _fresh_value(optimizer: Any, slot_name: str) -> float:
     return 0.0
 
 
+_BUDGET_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def _weight_budget(layer_class: type, budget: int) -> Iterator[None]:
+    """Stop a config from allocating more weights than its file can hold: `{"units": 10000000000}` is quickly written."""
+    original = layer_class.add_weight  # type: ignore[attr-defined]
+    signature = inspect.signature(original)
+    left = budget
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        shape = signature.bind(*args, **kwargs).arguments.get("shape")
+        size = 1
+        for n in () if shape is None else tuple(shape):
+            size *= int(n)
+        left -= size
+        if left < 0:
+            raise MemoryError(f"The config asks for more than {budget} weights.")
+        return original(*args, **kwargs)
+
+    with _BUDGET_LOCK:
+        layer_class.add_weight = counted  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            layer_class.add_weight = original  # type: ignore[attr-defined]
+
+
 def native(variable: Any) -> Any:
     """The tf.Variable behind a variable of either Keras."""
     value = getattr(variable, "_value", None)
@@ -251,9 +345,7 @@ def flavour_of(model: Any) -> Flavour:
         if isinstance(model, flavour.keras.Model):
             return flavour
         if flavour.is_layer(model):
-            raise ModelTypeError(
-                f"{_type_name(model)} is a layer; pass the whole model that holds it."
-            )
+            raise ModelTypeError(f"{_type_name(model)} is a layer; pass the whole model that holds it.")
     hint = "pass the model object itself, a keras.Model or tf_keras.Model"
     if isinstance(model, (list, tuple)):
         hint = "pass the model that holds these layers, not a list of them"

@@ -1,0 +1,66 @@
+"""A Keras constraint that holds masked positions at zero, in either Keras."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..errors import MaskError
+from ..flavour import get
+from ..frozen import keep_only
+from ..masks import unpack
+
+_KERAS, _TF_KERAS = get("keras").keras, get("tf_keras").keras
+
+
+@_KERAS.saving.register_keras_serializable(package="sparsekit")
+@_TF_KERAS.utils.register_keras_serializable(package="sparsekit")
+class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constraint):
+    """Hold the masked positions of a weight at exactly zero after each optimizer update.
+
+    As `kernel_constraint` or `bias_constraint` in a layer's constructor it keeps everything until the weight is
+    pruned: `prune` and `freeze` hand it the mask. The mask is part of its config, so it survives saving and loading.
+
+    Args:
+        keep: bool array of the weight's shape, True = keep; None keeps everything until a mask is frozen.
+        inner: another constraint to run first.
+
+    Raises:
+        MaskError: if `keep` is not boolean.
+    """
+
+    def __init__(self, keep: np.ndarray | tf.Variable | None = None, inner: Any = None) -> None:
+        if keep is not None and tf.as_dtype(keep.dtype) != tf.bool:
+            raise MaskError(f"A mask must be bool (True = keep); got dtype {keep.dtype}.")
+        self.keep: Any = keep
+        self.inner = inner
+
+    def freeze(self, keep: tf.Variable) -> None:
+        """Take over a frozen mask; later changes of it are followed."""
+        self.keep = keep
+
+    def __call__(self, w: Any) -> Any:
+        if self.inner is not None:
+            w = self.inner(w)
+        return w if self.keep is None else keep_only(self.keep, w)
+
+    def get_config(self) -> dict[str, Any]:
+        if self.keep is None:
+            return {"shape": None, "keep": None}
+        keep = np.array(self.keep)
+        packed = zlib.compress(np.packbits(keep.reshape(-1)).tobytes())
+        return {"shape": list(keep.shape), "keep": base64.b64encode(packed).decode("ascii")}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> MaskConstraint:
+        if config["keep"] is None:
+            return cls()
+        shape = tuple(int(n) for n in config["shape"])
+        # The size is known from the shape, so a damaged config cannot unpack to more than that.
+        stream = zlib.decompressobj()
+        packed = stream.decompress(base64.b64decode(config["keep"]), int(np.prod(shape)) // 8 + 1)
+        return cls(unpack(np.frombuffer(packed, np.uint8), shape))

@@ -1,0 +1,105 @@
+"""Masks that change while a model trains: functions that run in the graph after each optimizer update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..flavour import native
+from ..frozen import FrozenMasks, keep_only
+from ..schedules import Schedule
+from .enforcement import assign, on_all_replicas
+
+
+class Dynamic(ABC):
+    """A rule that changes masks after an update. Every replica takes the same decision."""
+
+    @abstractmethod
+    def __call__(self, updates: Any) -> None:
+        """Change the masks.
+
+        Args:
+            updates: integer tensor, number of optimizer updates so far.
+        """
+
+
+class ZerosStay(Dynamic):
+    """A weight that is exactly zero after an update is masked from then on; nothing grows back."""
+
+    def __init__(self, frozen: FrozenMasks) -> None:
+        self.frozen = frozen
+
+    def __call__(self, updates: Any) -> None:
+        del updates
+
+        def update(strategy: tf.distribute.Strategy) -> None:
+            for mask in self.frozen:
+                assign(strategy, mask.keep, _keep_nonzero, native(mask.variable))
+
+        on_all_replicas(update)
+
+
+def _keep_nonzero(keep: tf.Variable, weight: Any) -> None:
+    # The weight was zeroed where it is masked, so this can only drop.
+    weight = tf.convert_to_tensor(weight)
+    keep.assign(tf.not_equal(weight, tf.zeros([], weight.dtype)))
+
+
+class Gradual(Dynamic):
+    """Drop the smallest weights along a schedule; zeros stay.
+
+    Reference: Zhu and Gupta, 2017, To prune, or not to prune.
+
+    Args:
+        frozen: masks of the model.
+        schedule: sparsity of each weight after a number of updates.
+        first_update: how many updates the optimizer had made when the schedule began.
+    """
+
+    def __init__(self, frozen: FrozenMasks, schedule: Schedule, first_update: int = 0) -> None:
+        self.frozen = frozen
+        self.schedule = schedule
+        # The schedule as a table, so that the graph needs no formula of it.
+        steps = [s for s in range(schedule.begin_step, schedule.end_step + 1) if schedule.is_update(s)]
+        self._steps = np.array([step + first_update for step in steps], dtype=np.int64)
+        self._sparsity = np.array([schedule.sparsity_at(step) for step in steps], dtype=np.float64)
+        if first_update == 0 and schedule.is_update(0):
+            self._drop(tf.constant(self._sparsity[0]))
+
+    def __call__(self, updates: Any) -> None:
+        updates = tf.cast(tf.convert_to_tensor(updates), tf.int64)
+        at = tf.equal(tf.constant(self._steps), updates)
+        sparsity = tf.reduce_max(tf.where(at, tf.constant(self._sparsity), tf.zeros([], tf.float64)))
+        # A branch with variables of all replicas cannot be taken inside a replica.
+        on_all_replicas(lambda _: tf.cond(tf.reduce_any(at), lambda: self._drop(sparsity), lambda: None))
+
+    def _drop(self, sparsity: tf.Tensor) -> None:
+        strategy = tf.distribute.get_strategy()
+        for mask in self.frozen:
+            assign(
+                strategy, mask.keep, lambda keep, weight: _keep_largest(keep, weight, sparsity), mask.variable
+            )
+            assign(
+                strategy,
+                mask.variable,
+                lambda weight, keep: weight.assign(keep_only(keep, weight)),
+                mask.keep,
+            )
+
+
+def _keep_largest(keep: tf.Variable, weight: Any, sparsity: tf.Tensor) -> None:
+    """Drop the smallest magnitudes; what is dropped stays so, and of equal ones the first is dropped first."""
+    current = tf.convert_to_tensor(keep)
+    scores = tf.where(current, tf.abs(tf.cast(weight, tf.float32)), -tf.ones(current.shape))
+    size = int(np.prod(current.shape))
+    zeros = tf.cast(tf.round(tf.round(sparsity * (size * 1e6)) / 1e6), tf.int32)
+    zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
+    order = tf.argsort(tf.reshape(scores, [-1]), stable=True)
+    dropped = order[:zeros]
+    flat = tf.tensor_scatter_nd_update(
+        tf.ones([size], tf.bool), dropped[:, None], tf.zeros(tf.shape(dropped), tf.bool)
+    )
+    keep.assign(tf.reshape(flat, current.shape))

@@ -1,0 +1,254 @@
+"""How zeros are held while a model trains: the one place that does it, for both Kerases.
+
+Every update of every Keras optimizer goes through one method, `apply` (Keras 3) or `apply_gradients` (tf_keras). While
+a step is traced, that method of the user's own optimizer object is wrapped:
+
+    mask the gradients -> [clip, update, average, constraints: Keras] -> zero the weights and slots again
+
+Masking the gradient alone is not enough: moments collected before the prune push zeros away, and Muon mixes positions.
+Zeroing the weight alone is not enough: a norm to clip by would count pruned positions, and the weight average that
+`use_ema` writes over the model at the end of fit is taken before the weights are zeroed.
+
+`mode="constraint"` has Keras zero the weights, through `variable.constraint`, and leaves the gradients alone where that
+cannot be felt. Nothing of this outlives the run: the optimizer, the constraints and the compiled step are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from ..flavour import Flavour, native
+from ..frozen import FrozenMask, FrozenMasks, keep_only
+
+MODES = ("gradient", "constraint")
+
+
+@dataclass(frozen=True, eq=False)
+class Enforcement:
+    """What is done around each optimizer update.
+
+    Args:
+        flavour: the model's Keras.
+        frozen: the masks to hold.
+        mode: `"gradient"` or `"constraint"`.
+        choose: called in the graph after each update with the number of updates so far; changes the masks and
+            zeroes what it drops.
+    """
+
+    flavour: Flavour
+    frozen: FrozenMasks
+    mode: str = "gradient"
+    choose: Callable[[Any], None] | None = None
+
+    def before(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Gradients with the masked positions set to zero."""
+        if self.mode == "constraint" and self._is_separable(optimizer):
+            return gradients
+        masked = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            frozen = self.frozen.get(variable)
+            masked.append(gradient if frozen is None else mask_gradient(gradient, frozen.keep))
+        return masked
+
+    def after(self, optimizer: Any) -> None:
+        """Zero what is masked again, then let dynamic masks change."""
+        pairs: list[tuple[Any, FrozenMask, float]] = []
+        if self.mode == "gradient" or self.choose is not None:
+            pairs += [(frozen.variable, frozen, 0.0) for frozen in self.frozen]
+        if self.averages_or_mixes(optimizer):
+            pairs += self._masked_slots(optimizer)
+        _assign_kept(pairs)
+        if self.choose is not None:
+            self.choose(optimizer.iterations)
+
+    def clean_slots(self, optimizer: Any) -> None:
+        """Give every masked position the slot values of a fresh optimizer."""
+        _assign_kept(self._masked_slots(optimizer))
+
+    def _is_separable(self, optimizer: Any) -> bool:
+        """Whether a masked position's gradient cannot reach any other position."""
+        return self.flavour.updates_elementwise(optimizer) and not self.flavour.clips_by_norm(optimizer)
+
+    def averages_or_mixes(self, optimizer: Any) -> bool:
+        """Whether slots at masked positions have to be cleaned on each update, not only around the run.
+
+        Under masked gradients an elementwise update leaves a clean slot clean, and what a masked slot holds reaches
+        no weight. A weight average is written over the model, and a mixing update spreads what a slot holds.
+        """
+        return self.flavour.averages_weights(optimizer) or not self.flavour.updates_elementwise(optimizer)
+
+    def _masked_slots(self, optimizer: Any) -> list[tuple[Any, FrozenMask, float]]:
+        by_key = {frozen.key: frozen for frozen in self.frozen}
+        return [
+            (slot, by_key[key], fresh)
+            for key, slot, fresh in self.flavour.slots(optimizer)
+            if key in by_key and tuple(slot.shape) == tuple(by_key[key].variable.shape)
+        ]
+
+
+def mask_gradient(gradient: Any, keep: Any) -> Any:
+    """A gradient with masked positions at zero, also where it is NaN or infinite there.
+
+    Args:
+        gradient: a tensor, tf.IndexedSlices (rows of an Embedding), or None.
+        keep: bool variable of the weight's shape.
+    """
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        rows = tf.gather(keep, gradient.indices)
+        return tf.IndexedSlices(keep_only(rows, gradient.values), gradient.indices, gradient.dense_shape)
+    return keep_only(keep, gradient)
+
+
+def on_all_replicas(update: Callable[[tf.distribute.Strategy], None]) -> None:
+    """Run `update(strategy)` where variables of all replicas can be written, from inside a step or outside."""
+    if tf.distribute.in_cross_replica_context():
+        update(tf.distribute.get_strategy())
+    else:
+        tf.distribute.get_replica_context().merge_call(update)
+
+
+def assign(strategy: tf.distribute.Strategy, variable: Any, update: Callable, *args: Any) -> None:
+    """Run `update(component, *args)` for the component of a variable on each replica."""
+    target = native(variable)
+    strategy.extended.update(getattr(target, "_variable", target), update, args=args, group=False)
+
+
+def _assign_kept(pairs: list[tuple[Any, FrozenMask, float]]) -> None:
+    """Set the masked positions of variables to a value, on every replica."""
+
+    def update(strategy: tf.distribute.Strategy) -> None:
+        for variable, frozen, value in pairs:
+            assign(strategy, variable, functools.partial(_keep_or, value=value), frozen.keep)
+
+    if pairs:
+        on_all_replicas(update)
+
+
+def _keep_or(variable: tf.Variable, keep: tf.Tensor, value: float) -> None:
+    if value == 0.0:
+        variable.assign(keep_only(keep, variable))
+    else:
+        current = tf.convert_to_tensor(variable)
+        variable.assign(tf.where(keep, current, tf.constant(value, current.dtype)))
+
+
+@contextlib.contextmanager
+def enforced(enforcement: Enforcement, model: Any, optimizers: list[Any]) -> Iterator[None]:
+    """Hold the masks in every step that is traced or run inside this context."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_wrapped_updates(optimizer, enforcement))
+        if enforcement.mode == "constraint":
+            stack.enter_context(_constrained(enforcement))
+        if enforcement.flavour.has_own_train_step(model):
+            stack.enter_context(_wrapped_train_step(model, enforcement))
+        yield
+
+
+def wrap_updates(optimizer: Any, find: Callable[[], Enforcement]) -> None:
+    """Wrap the optimizer's update method, for good. `find` gives the enforcement when a step is traced."""
+    name = find().flavour.update_method()
+    original = getattr(vars(optimizer).get(name), "unwrapped", None) or getattr(optimizer, name)
+    vars(optimizer)[name] = _with_masks(original, optimizer, find)
+
+
+@contextlib.contextmanager
+def _wrapped_updates(optimizer: Any, enforcement: Enforcement) -> Iterator[None]:
+    name = enforcement.flavour.update_method()
+    before = vars(optimizer).get(name)
+    wrap_updates(optimizer, lambda: enforcement)
+    try:
+        yield
+    finally:
+        # Written to the object's own dictionary: neither Keras tracks it or puts it in a file.
+        if before is None:
+            del vars(optimizer)[name]
+        else:
+            vars(optimizer)[name] = before
+
+
+def _with_masks(original: Callable, optimizer: Any, find: Callable[[], Enforcement]) -> Callable:
+    """`apply(gradients, variables)` or `apply_gradients(pairs)` with the masks held around it."""
+    takes_pairs = original.__name__ == "apply_gradients"
+
+    @functools.wraps(original)
+    def update(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        enforcement = find()
+        if takes_pairs:
+            pairs = list(gradients)
+            variables = [variable for _, variable in pairs]
+            masked = enforcement.before(optimizer, [gradient for gradient, _ in pairs], variables)
+            result = original(list(zip(masked, variables, strict=True)), *args, **kwargs)
+        else:
+            variables = args[0] if args else kwargs.get("trainable_variables")
+            known = list(variables) if variables is not None else list(optimizer._trainable_variables)
+            result = original(enforcement.before(optimizer, list(gradients), known), *args, **kwargs)
+        enforcement.after(optimizer)
+        return result
+
+    update.unwrapped = original  # type: ignore[attr-defined]
+    return update
+
+
+@contextlib.contextmanager
+def _constrained(enforcement: Enforcement) -> Iterator[None]:
+    """Give each masked variable a constraint that zeroes it; a constraint it had runs first."""
+    from .constraint import MaskConstraint
+
+    flavour = enforcement.flavour
+    before = [(frozen.variable, flavour.get_constraint(frozen.variable)) for frozen in enforcement.frozen]
+    try:
+        for frozen, (variable, constraint) in zip(enforcement.frozen, before, strict=True):
+            flavour.set_constraint(variable, MaskConstraint(frozen.keep, inner=constraint))
+        yield
+    finally:
+        for variable, constraint in before:
+            flavour.set_constraint(variable, constraint)
+
+
+@contextlib.contextmanager
+def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
+    """A user's own train_step may write to weights without an optimizer: zero them after it too."""
+    before = vars(model).get("train_step")
+    original = model.train_step
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        logs = original(*args, **kwargs)
+        _assign_kept([(frozen.variable, frozen, 0.0) for frozen in enforcement.frozen])
+        return logs
+
+    vars(model)["train_step"] = train_step
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(model)["train_step"]
+        else:
+            vars(model)["train_step"] = before
+
+
+def optimizers_of(model: Any, flavour: Flavour) -> list[Any]:
+    """The optimizer that the model was compiled with, and any other that it holds as an attribute (a GAN's two)."""
+    found: dict[int, Any] = {}
+    for candidate in (getattr(model, "optimizer", None), *vars(model).values()):
+        if flavour.is_optimizer(candidate):
+            found.setdefault(id(candidate), candidate)
+    inner = {id(o) for outer in found.values() for o in flavour.inner_optimizers(outer)[1:]}
+    return [optimizer for key, optimizer in found.items() if key not in inner]
+
+
+def bind_constraints(flavour: Flavour, frozen: FrozenMasks) -> None:
+    """Hand the frozen masks to every MaskConstraint that a layer was constructed with."""
+    for mask in frozen:
+        constraint = flavour.get_constraint(mask.variable)
+        if hasattr(constraint, "freeze") and type(constraint).__name__ == "MaskConstraint":
+            constraint.freeze(mask.keep)

@@ -1,0 +1,175 @@
+"""Train with the masks held: a whole fit, or one compiled step for a loop of one's own."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from ..errors import ArgumentError, ScheduleWarning, SparsekitWarning
+from ..flavour import Flavour, flavour_of
+from ..frozen import FrozenMasks, frozen_masks
+from ..schedules import Schedule
+from .dynamic import Dynamic, Gradual, ZerosStay
+from .enforcement import MODES, Enforcement, enforced, optimizers_of, wrap_updates
+
+MASKS = ("static", "dynamic")
+
+
+def enforcement_for(
+    model: Any, enforce: str = "gradient", masks: str = "static", schedule: Schedule | None = None
+) -> Enforcement:
+    """What holds a model's frozen masks.
+
+    Raises:
+        ArgumentError: for an unknown word, or if the model has no masks.
+    """
+    if enforce not in MODES:
+        raise ArgumentError(f"enforce={enforce!r} is not known; give one of {', '.join(MODES)}.")
+    if masks not in MASKS:
+        raise ArgumentError(f"masks={masks!r} is not known; give one of {', '.join(MASKS)}.")
+    flavour, frozen = flavour_of(model), frozen_masks(model)
+    if not len(frozen):
+        raise ArgumentError(
+            f"The model '{model.name}' has no masks; call sparsekit.prune(model, sparsity=...), or "
+            "sparsekit.freeze(model) if its weights are pruned already."
+        )
+    choose: Dynamic | None = None
+    if schedule is not None:
+        optimizer = getattr(model, "optimizer", None)
+        choose = Gradual(frozen, schedule, int(optimizer.iterations) if optimizer is not None else 0)
+    elif masks == "dynamic":
+        choose = ZerosStay(frozen)
+    return Enforcement(flavour, frozen, enforce, choose)
+
+
+def fit(model: Any, enforcement: Enforcement, **arguments: Any) -> Any:
+    """Run the model's own fit with the masks held; the model is as before afterwards, apart from its weights.
+
+    Args:
+        model: a compiled model.
+        enforcement: what holds the masks.
+        arguments: passed to `model.fit`.
+
+    Returns:
+        The Keras History.
+
+    Raises:
+        ViolationError: if a masked weight is not zero in the end.
+    """
+    flavour, frozen = enforcement.flavour, enforcement.frozen
+    optimizers = optimizers_of(model, flavour)
+    frozen.apply()
+    for optimizer in optimizers:
+        enforcement.clean_slots(optimizer)
+    if enforcement.choose is not None:
+        arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _sparsity_log(flavour, frozen)]
+    flavour.forget_train_function(model)
+    try:
+        with enforced(enforcement, model, optimizers):
+            history = model.fit(**arguments)
+        _warn_of_restored(frozen)
+    finally:
+        flavour.forget_train_function(model)
+        # A callback may have put back weights from before the prune; fit may have ended in an exception.
+        frozen.apply()
+        for optimizer in optimizers:
+            enforcement.clean_slots(optimizer)
+    frozen.check("after training")
+    if isinstance(enforcement.choose, Gradual):
+        _warn_of_unreached(enforcement.choose, frozen, optimizers)
+    return history
+
+
+def _warn_of_restored(frozen: FrozenMasks) -> None:
+    broken = frozen.violations()
+    if broken:
+        warnings.warn(
+            f"{sum(broken.values())} pruned weights were not zero when fit returned ({', '.join(list(broken)[:3])}): "
+            "a callback wrote to the weights, for example EarlyStopping(restore_best_weights=True) with weights from "
+            "before the prune; they are zero again.",
+            SparsekitWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_unreached(gradual: Gradual, frozen: FrozenMasks, optimizers: list[Any]) -> None:
+    done = int(optimizers[0].iterations) if optimizers else 0
+    if done < int(gradual._steps[-1]):
+        warnings.warn(
+            f"The run ended after {done} updates, before the schedule's end_step; the sparsity is "
+            f"{frozen.to_masks().sparsity:.4f} instead of {gradual.schedule.final_sparsity}. Train longer or lower "
+            "end_step.",
+            ScheduleWarning,
+            stacklevel=4,
+        )
+
+
+def _sparsity_log(flavour: Flavour, frozen: FrozenMasks) -> Any:
+    """A callback of the model's Keras that logs the sparsity of changing masks at each epoch's end."""
+
+    class SparsityLog(flavour.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+            if logs is not None:
+                logs["sparsity"] = frozen.to_masks().sparsity
+
+    return SparsityLog()
+
+
+class TrainStep:
+    """One compiled training step that holds the masks, for a loop of one's own: `step(x, y, sample_weight)`.
+
+    It runs the model's `train_step` (the user's own if there is one) in one `tf.function`. Made by
+    `sparsekit.train_step`.
+    """
+
+    def __init__(self, model: Any, enforcement: Enforcement) -> None:
+        self._model = model
+        optimizers = optimizers_of(model, enforcement.flavour)
+        enforcement.frozen.apply()
+        for optimizer in optimizers:
+            enforcement.clean_slots(optimizer)
+
+        @tf.autograph.experimental.do_not_convert
+        def run(data: tuple) -> Any:
+            # The wrappers are there while the step is traced and nowhere else.
+            with enforced(enforcement, model, optimizers):
+                return model.distribute_strategy.run(model.train_step, args=(data,))
+
+        if model.run_eagerly:
+            self._run = run
+        else:
+            jit = bool(getattr(model, "jit_compile", None) or getattr(model, "_jit_compile", None))
+            self._run = tf.function(run, reduce_retracing=True, jit_compile=jit or None)
+
+    def __call__(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
+        """Train on one batch.
+
+        Returns:
+            The model's logs as scalar tensors: the loss and metrics since the last `model.reset_metrics()`.
+        """
+        return self._run(tuple(_tensors(part) for part in (x, y, sample_weight)))
+
+
+def _tensors(part: Any) -> Any:
+    """Arrays become tensors, so that a new batch of the same shape does not trace the step again."""
+    return None if part is None else tf.nest.map_structure(tf.convert_to_tensor, part)
+
+
+def masked_optimizer(optimizer: Any, model: Any, masks: str) -> Any:
+    """Wrap the optimizer's updates for as long as it lives, with whatever masks the model has when a step is traced."""
+    enforcement = enforcement_for(model, masks=masks)
+    enforcement.frozen.apply()
+    enforcement.clean_slots(optimizer)
+    owner = weakref.ref(model)
+
+    def find() -> Enforcement:
+        current = owner()
+        if current is None or not len(frozen_masks(current)):
+            return Enforcement(enforcement.flavour, FrozenMasks())
+        return enforcement_for(current, masks=masks)
+
+    wrap_updates(optimizer, find)
+    return optimizer
