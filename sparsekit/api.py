@@ -71,9 +71,7 @@ def prune(
     flavour = flavour_of(model)
     sparsity = _fraction("sparsity", sparsity)
     if sparsity == 1.0:
-        raise ArgumentError(
-            "sparsity=1.0 would leave no weight at all; give a fraction below 1, for example 0.9."
-        )
+        raise ArgumentError("sparsity=1.0 would leave no weight at all; give a fraction below 1, for example 0.9.")
     if scope not in SCOPES:
         raise ArgumentError(f"scope={scope!r} is not known; give one of {', '.join(SCOPES)}.")
     _whole("min_keep", min_keep, 0)
@@ -90,9 +88,7 @@ def prune(
         masks = MaskSet(Mask(r.path, np.ones(r.shape, np.bool_)) for r in chosen if r.path not in earlier)
     else:
         weights = {ref.path: ref.numpy for ref in chosen}
-        masks = choose_masks(
-            weights, sparsity, scope=scope, earlier=earlier, min_keep=min_keep, seed=seed, **options
-        )
+        masks = choose_masks(weights, sparsity, scope=scope, earlier=earlier, min_keep=min_keep, seed=seed, **options)
     bind_constraints(flavour, attach(model, masks, dict.fromkeys(masks, sparsity)))
     return model
 
@@ -241,13 +237,9 @@ def retrain(
 
 def _ready_for(schedule: Schedule, model: Any, masks: str) -> None:
     if not isinstance(schedule, Schedule):
-        raise ArgumentError(
-            f"schedule={schedule!r} is no Schedule; give for example Polynomial(0.9, end_step=1000)."
-        )
+        raise ArgumentError(f"schedule={schedule!r} is no Schedule; give for example Polynomial(0.9, end_step=1000).")
     if masks == "dynamic":
-        raise ArgumentError(
-            "Give either masks='dynamic' or a schedule, not both: a schedule chooses the masks."
-        )
+        raise ArgumentError("Give either masks='dynamic' or a schedule, not both: a schedule chooses the masks.")
     if not len(frozen_masks(model)):
         prune(model, 0.0)
     for mask in frozen_masks(model):

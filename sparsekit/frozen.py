@@ -79,9 +79,7 @@ class FrozenMasks:
             old.keep.assign(mask.keep)
             old.pattern, old.target = mask.pattern, target
             return
-        frozen = FrozenMask(
-            ref.path, ref.variable, _mask_variable(ref.variable, mask.keep), mask.pattern, target
-        )
+        frozen = FrozenMask(ref.path, ref.variable, _mask_variable(ref.variable, mask.keep), mask.pattern, target)
         self._by_path[ref.path] = frozen
         self._by_key[frozen.key] = frozen
 
@@ -153,9 +151,7 @@ def attach(model: Any, masks: MaskSet, targets: Mapping[str, float] | None = Non
                 f"{', '.join(list(refs)[:3])}."
             )
         if keep.shape != refs[path].shape:
-            raise MaskError(
-                f"The mask of '{path}' has shape {keep.shape}; the weight has {refs[path].shape}."
-            )
+            raise MaskError(f"The mask of '{path}' has shape {keep.shape}; the weight has {refs[path].shape}.")
         if not tf.as_dtype(refs[path].variable.dtype).is_floating:
             raise MaskError(f"'{path}' is not floating point; only floating weights can be masked.")
     frozen = _TABLE.setdefault(model, FrozenMasks())

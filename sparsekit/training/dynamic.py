@@ -79,9 +79,7 @@ class Gradual(Dynamic):
     def _drop(self, sparsity: tf.Tensor) -> None:
         strategy = tf.distribute.get_strategy()
         for mask in self.frozen:
-            assign(
-                strategy, mask.keep, lambda keep, weight: _keep_largest(keep, weight, sparsity), mask.variable
-            )
+            assign(strategy, mask.keep, lambda keep, weight: _keep_largest(keep, weight, sparsity), mask.variable)
             assign(
                 strategy,
                 mask.variable,
@@ -99,7 +97,5 @@ def _keep_largest(keep: tf.Variable, weight: Any, sparsity: tf.Tensor) -> None:
     zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
     order = tf.argsort(tf.reshape(scores, [-1]), stable=True)
     dropped = order[:zeros]
-    flat = tf.tensor_scatter_nd_update(
-        tf.ones([size], tf.bool), dropped[:, None], tf.zeros(tf.shape(dropped), tf.bool)
-    )
+    flat = tf.tensor_scatter_nd_update(tf.ones([size], tf.bool), dropped[:, None], tf.zeros(tf.shape(dropped), tf.bool))
     keep.assign(tf.reshape(flat, current.shape))
