@@ -117,6 +117,45 @@ class Flavour:
             stack.enter_context(self.keras.utils.custom_object_scope(custom_objects))
             return legacy.model_from_config(config, custom_objects=custom_objects)
 
+    def write_h5(self, model: Any, file: Any, include_optimizer: bool) -> None:
+        """Write a model into an open, empty h5py.File, as this Keras' own `save` does."""
+        if self.is_keras3:
+            legacy = importlib.import_module("keras.src.legacy.saving.legacy_h5_format")
+            kept = model._compile_config.config if model.compiled else {}
+            settings = dict(kept)
+            try:
+                legacy.save_model_to_hdf5(model, file, include_optimizer=include_optimizer)
+            finally:
+                # Keras takes the optimizer out of the live compile settings here, and a .keras file that the model
+                # writes later would come back with another optimizer.
+                kept.update(settings)
+        else:
+            legacy = importlib.import_module("tf_keras.src.saving.legacy.hdf5_format")
+            sharing = importlib.import_module("tf_keras.src.saving.legacy.serialization")
+            with sharing.SharedObjectSavingScope():
+                legacy.save_model_to_hdf5(model, file, include_optimizer=include_optimizer)
+
+    def save_keras(self, model: Any, path: Any, include_optimizer: bool) -> None:
+        """Write a model as a .keras file."""
+        optimizer = model.optimizer
+        try:
+            if not include_optimizer:
+                model.optimizer = None
+            model.save(path)
+        finally:
+            model.optimizer = optimizer
+
+    def optimizer_variables(self, optimizer: Any) -> list[Any]:
+        """An optimizer's variables in the order in which an .h5 file holds them."""
+        variables = optimizer.variables
+        return list(variables() if callable(variables) else variables)
+
+    def loss_scaled(self, optimizer: Any) -> Any:
+        """The optimizer wrapped for float16 training."""
+        if self.is_keras3:
+            return self.keras.optimizers.LossScaleOptimizer(optimizer)
+        return self.keras.mixed_precision.LossScaleOptimizer(optimizer)
+
     def saved_weights(self, layer: Any) -> list[Any]:
         """A layer's variables in the order in which an .h5 file holds them."""
         return [*layer.trainable_weights, *layer.non_trainable_weights]
@@ -256,7 +295,7 @@ _BUDGET_LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def _weight_budget(layer_class: type, budget: int) -> Iterator[None]:
-    """Stop a config from allocating more weights than its file can hold: `{"units": 10000000000}` is quickly written."""
+    """Stop a config from allocating more weights than its file can hold: a huge `units` is quickly written."""
     original = layer_class.add_weight  # type: ignore[attr-defined]
     signature = inspect.signature(original)
     left = budget

@@ -1,0 +1,6 @@
+"""Open and write model files."""
+
+from .loading import load
+from .saving import save
+
+__all__ = ["load", "save"]

@@ -1,0 +1,178 @@
+"""Compile a loaded model the way its file says, so that the next fit goes on where the last one stopped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..flavour import Flavour, native
+from .stored import StoredArray, StoredModel
+
+# Left to compile itself, which picks the right metric from the shape of the outputs.
+_BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
+
+
+def compile_as_stored(
+    model: Any, stored: StoredModel, flavour: Flavour, custom_objects: dict[str, Any] | None
+) -> list[str]:
+    """Compile the model with the optimizer, loss and metrics of its file; leave it as it is if the file has none.
+
+    Returns:
+        What could not be kept, one sentence each.
+    """
+    training = stored.training_config
+    if not training:
+        return []
+    custom = custom_objects or {}
+    notes: list[str] = []
+    with flavour.keras.utils.custom_object_scope(custom):
+        optimizer = _optimizer(training.get("optimizer_config"), flavour, custom)
+        if optimizer is None:
+            name = (training.get("optimizer_config") or {}).get("class_name")
+            notes.append(
+                f"The optimizer '{name}' is not known, so that Adam takes its place; "
+                f"pass custom_objects={{'{name}': ...}} to keep it."
+            )
+            optimizer = flavour.keras.optimizers.Adam()
+        try:
+            loss = _each(training.get("loss"), lambda one: _loss(one, flavour, custom))
+        except (ValueError, TypeError, LookupError):
+            notes.append(
+                f"The loss {training.get('loss')!r} is not known, so that the model is not compiled; "
+                "pass it in custom_objects, or compile the model yourself."
+            )
+            return notes
+        metrics = _metrics(training.get("metrics"), flavour, custom, notes)
+        weighted = _metrics(training.get("weighted_metrics"), flavour, custom, notes)
+        model.compile(
+            optimizer=optimizer,
+            loss=loss,
+            metrics=metrics,
+            weighted_metrics=weighted,
+            loss_weights=training.get("loss_weights"),
+        )
+    if stored.optimizer:
+        _restore_optimizer(model, stored, flavour)
+    return notes
+
+
+def _each(config: Any, resolve: Callable[[Any], Any]) -> Any:
+    """Apply to every single object of a nested setting: one, a list, or a dict by output."""
+    if config is None or isinstance(config, str) or (isinstance(config, dict) and "class_name" in config):
+        return None if config is None else resolve(config)
+    if isinstance(config, dict):
+        return {key: _each(value, resolve) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [_each(value, resolve) for value in config]
+    raise TypeError(f"{config!r} names no Keras object.")
+
+
+def _loss(config: Any, flavour: Flavour, custom: dict[str, Any]) -> Any:
+    if isinstance(config, dict):
+        return _known_settings(config, flavour.keras.losses, custom)
+    return custom[config] if config in custom else flavour.keras.losses.get(config)
+
+
+def _metrics(config: Any, flavour: Flavour, custom: dict[str, Any], notes: list[str]) -> Any:
+    """The metrics that are known; the others are dropped with a note, since training does not need them."""
+
+    def resolve(one: Any) -> Any:
+        try:
+            if isinstance(one, dict):
+                return _known_settings(one, flavour.keras.metrics, custom)
+            if one in _BY_SHAPE:
+                return one
+            return custom[one] if one in custom else flavour.keras.metrics.get(one)
+        except (ValueError, TypeError, LookupError):
+            notes.append(
+                f"The metric {one!r} is not known and was left out; pass it in custom_objects to keep it."
+            )
+            return None
+
+    return _without_none(_each(config, resolve))
+
+
+def _without_none(nested: Any) -> Any:
+    if isinstance(nested, dict):
+        return {key: _without_none(value) for key, value in nested.items()}
+    if isinstance(nested, list):
+        return [_without_none(value) for value in nested if value is not None]
+    return nested
+
+
+def _known_settings(config: dict[str, Any], module: Any, custom: dict[str, Any]) -> Any:
+    """An object from its class name and those of its settings that this Keras knows."""
+    name = str(config["class_name"]).split(">")[-1]
+    if name == "function":
+        return custom.get(config["config"]) or module.get(config["config"])
+    kind = custom.get(name) or getattr(module, name, None)
+    if not inspect.isclass(kind):
+        raise LookupError(name)
+    accepted = inspect.signature(kind.__init__).parameters
+    settings = dict(config.get("config") or {})
+    if isinstance(settings.get("fn"), str) and "fn" in accepted:
+        # A wrapped function: its further settings are those of the function.
+        settings["fn"] = custom.get(settings["fn"]) or module.get(settings["fn"])
+    else:
+        settings = {key: value for key, value in settings.items() if key in accepted}
+    # Keras 2 left the reduction open until the first batch, which then always meant this one.
+    if settings.get("reduction") == "auto":
+        settings["reduction"] = "sum_over_batch_size"
+    return kind(**settings)
+
+
+def _optimizer(config: Any, flavour: Flavour, custom: dict[str, Any]) -> Any:
+    """The optimizer with its settings in the words of this Keras, or None if its class is not known."""
+    if not isinstance(config, dict) or not isinstance(config.get("config"), dict):
+        return None
+    name, settings = str(config.get("class_name")).split(">")[-1], dict(config["config"])
+    optimizers = flavour.keras.optimizers
+    kind = custom.get(name) or next(
+        (getattr(optimizers, known) for known in dir(optimizers) if known.lower() == name.lower()), None
+    )
+    if name == "LossScaleOptimizer":
+        inner = _optimizer(settings.get("inner_optimizer") or settings.get("optimizer"), flavour, custom)
+        return None if inner is None else flavour.loss_scaled(inner)
+    if not inspect.isclass(kind):
+        return None
+    if "lr" in settings:
+        settings["learning_rate"] = settings.pop("lr")
+    rate = settings.get("learning_rate")
+    if isinstance(rate, dict):
+        settings["learning_rate"] = optimizers.schedules.deserialize(rate, custom_objects=custom)
+    elif settings.get("decay"):
+        # What Keras 2 called decay, as the schedule that does the same: rate / (1 + decay * updates).
+        settings["learning_rate"] = optimizers.schedules.InverseTimeDecay(rate, 1, settings["decay"])
+    accepted = inspect.signature(kind.__init__).parameters
+    settings = {key: value for key, value in settings.items() if key in accepted and value is not None}
+    return kind(**settings)
+
+
+def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> None:
+    """Give the optimizer its state back: all of it where the same Keras wrote it, else the number of updates."""
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    variables = flavour.optimizer_variables(optimizer)
+    arrays = stored.optimizer
+    if len(variables) == len(arrays) and all(
+        tuple(v.shape) == a.shape for v, a in zip(variables, arrays, strict=True)
+    ):
+        for variable, array in zip(variables, arrays, strict=True):
+            native(variable).assign(array.read())
+        return
+    updates = _updates(arrays)
+    if updates is not None:
+        optimizer.iterations.assign(updates)
+
+
+def _updates(arrays: list[StoredArray]) -> int | None:
+    """The number of updates among an optimizer's arrays: the one scalar of whole numbers."""
+    for array in arrays:
+        if array.shape == ():
+            value = array.read()
+            if np.issubdtype(value.dtype, np.integer):
+                return int(value)
+    return None

@@ -1,0 +1,62 @@
+"""Write a model as a plain Keras file that opens without sparsekit, with its masks riding along."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from ..errors import FileError
+from ..flavour import flavour_of
+from .atomic import replacing
+from .masks_group import MEMBER, pack, write_masks
+
+
+def save(
+    model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, include_optimizer: bool = True
+) -> None:
+    """Write a model to a plain Keras file: .h5, .hdf5 or .keras, in the Keras that it belongs to.
+
+    The file appears whole or not at all. Masks ride along, one bit a weight, where every Keras ignores them.
+
+    Args:
+        model: a Keras model.
+        path: the file to write; its ending decides the format.
+        overwrite: whether a file that is there may be replaced.
+        include_optimizer: False leaves the optimizer's state out, which is often two thirds of the file.
+
+    Raises:
+        ModelTypeError: if `model` is no Keras model.
+        FileError: if the model cannot be written in this format, or the file cannot be written.
+    """
+    flavour = flavour_of(model)
+    target = Path(path)
+    name = target.name.lower()
+    if not name.endswith((".h5", ".hdf5", ".keras")):
+        raise FileError(f"'{target}' has no known ending; give a name in .h5, .hdf5, .keras or .sparse.h5.")
+    with replacing(target, overwrite=overwrite) as temporary:
+        try:
+            if name.endswith(".keras"):
+                flavour.save_keras(model, temporary, include_optimizer)
+                _append_masks(temporary, model)
+            else:
+                with h5py.File(temporary, "w") as file:
+                    flavour.write_h5(model, file, include_optimizer)
+                    write_masks(file, model)
+        except NotImplementedError as error:
+            raise FileError(
+                f"'{type(model).__name__}' has no get_config(), which a file needs to rebuild it; "
+                "add one, or save only its weights with model.save_weights()."
+            ) from error
+
+
+def _append_masks(path: Path, model: Any) -> None:
+    arrays = pack(model)
+    if arrays is None:
+        return
+    with zipfile.ZipFile(path, "a") as archive, archive.open(MEMBER, "w") as member:
+        np.savez_compressed(member, allow_pickle=False, **arrays)
