@@ -1,4 +1,4 @@
-"""Compile the engine's C++ sources once with the machine's own compiler, keep the library in a per-user cache, load it."""
+"""Compile the engine's C++ sources once with the machine's own compiler, cache the library per user, load it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparsekit.errors import EngineError
 
 _SOURCE_FOLDER = Path(__file__).resolve().parent
 _COMPILERS = ("c++", "g++", "clang++")
-# Eigen sits in TensorFlow's headers only; its AVX-512 FP16 part does not compile with GCC 12, and none of it is used here.
+# Eigen sits in TensorFlow's headers; its AVX-512 FP16 part does not compile with GCC 12, and none of it is used.
 # The kernels name their multiply-adds through contraction; -std=c++17 alone would switch it off in GCC.
 _FLAGS = (
     "-O3",
@@ -56,7 +56,7 @@ class EngineInfo:
         path: the library's file for this machine, None without a compiler.
         cached: whether that file exists.
         bytes: size of all files in the cache.
-        reason: one line that says why the engine cannot be used, None if nothing is known to stand in the way.
+        reason: one line that says why the engine cannot be used, None if nothing known is in the way.
     """
 
     cache_dir: Path
@@ -98,13 +98,13 @@ def sources() -> tuple[Path, ...]:
 
 
 def cached() -> bool:
-    """Whether the library for this machine, compiler, TensorFlow and source is built already; builds nothing."""
+    """Whether the library for this machine, compiler, TensorFlow and source exists; builds nothing."""
     path = _library_path()
     return _loaded is not None or (path is not None and path.is_file())
 
 
 def available() -> bool:
-    """Whether the engine's ops can be used; builds the library on first use and never raises (see `reason`)."""
+    """Whether the engine's ops can be used; builds the library on first use, never raises (see `reason`)."""
     try:
         library()
     except EngineError:
@@ -145,8 +145,8 @@ def library() -> Any:
 def build(verbose: bool = False) -> Path:
     """Compile the library into the cache, unless it is there already, and return its path.
 
-    A failed build is remembered until the sources, TensorFlow, the compiler or this call's outcome change, so that no
-    later process pays for it again; calling `build` tries again.
+    A failed build is remembered beside the libraries, so that no later process pays for it again; calling `build`
+    tries again.
 
     Args:
         verbose: print the commands and the compiler's own output.
@@ -195,7 +195,7 @@ def info() -> EngineInfo:
 
 
 def clean() -> int:
-    """Delete every library and build log from the cache and return how many libraries went; a loaded one stays in use."""
+    """Delete every library and log from the cache and return how many libraries went; a loaded one stays in use."""
     folder = cache_dir()
     libraries = 0
     if folder.is_dir():
@@ -262,7 +262,7 @@ def _tensorflow_flags() -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _probe(command: tuple[str, ...]) -> tuple[tuple[str, ...], str, str]:
-    """Tuning flags the compiler takes, its version line, and a digest of the macros it then defines for this CPU."""
+    """Tuning flags the compiler takes, its version line, a digest of the macros it then defines for this CPU."""
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
     for tuning in _TUNING:
         macros = subprocess.run(
@@ -277,7 +277,7 @@ def _probe(command: tuple[str, ...]) -> tuple[tuple[str, ...], str, str]:
 
 
 def _compile(command: tuple[str, ...], path: Path, verbose: bool) -> str | None:
-    """Compile and link into a folder beside `path`, then rename: a killed build leaves no half-written library."""
+    """Compile and link in a folder beside `path`, then rename: a killed build leaves no half-written library."""
     log = path.with_suffix(".log")
     log.unlink(missing_ok=True)
     tuning, _, _ = _probe(command)
