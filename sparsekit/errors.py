@@ -33,6 +33,14 @@ class FileError(SparsekitError, ValueError):
     """A file cannot be read or written."""
 
 
+class OutputError(FileError):
+    """A file cannot be written where the command line was told to."""
+
+
+class DataError(SparsekitError, ValueError):
+    """Training data cannot be read or does not fit the model."""
+
+
 class EngineError(SparsekitError, ValueError):
     """The sparse engine was asked for by force and cannot run."""
 

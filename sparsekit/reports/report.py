@@ -92,7 +92,7 @@ class Report:
 
     @property
     def sparsity(self) -> float:
-        """Fraction of exact zeros in the masked weights, in [0, 1]; without masks, in the weights that could have one."""
+        """Fraction of exact zeros in the masked weights, in [0, 1]; without masks, in those that could have one."""
         return self.zeros / self.size if self.size else 0.0
 
     @property

@@ -1,0 +1,367 @@
+"""The commands of the command line, each the same calls that a user's own script would make."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from . import console as show
+from . import data as feeding
+from .errors import ArgumentError, FileError, OutputError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that the arguments name and return its exit code."""
+    console = show.make_console()
+    show.plain_warnings(show.make_console(stderr=True), args.debug)
+    return {
+        "prune": _prune,
+        "retrain": _retrain,
+        "inspect": _inspect,
+        "engine": _engine,
+        "demo": _demo,
+    }[args.command](args, console)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A model at one point of the trip.
+
+    Args:
+        report: its weights.
+        file: the file that holds it, None if it was not saved at this point.
+        scores: loss and metrics on the validation data; empty without such data.
+    """
+
+    report: Any
+    file: Path | None
+    scores: dict[str, float]
+
+
+def snapshot(model: Any, file: Path | None, validation: feeding.Data | None) -> Snapshot:
+    """Look at a model, and measure it if there is data to do so."""
+    from .api import report
+
+    return Snapshot(report(model), file, {} if validation is None else evaluate(model, validation))
+
+
+def evaluate(model: Any, data: feeding.Data) -> dict[str, float]:
+    """Loss and metrics of a compiled model on data."""
+    if isinstance(data.fit, tuple):
+        names = ("x", "y", "sample_weight")
+        found = model.evaluate(**dict(zip(names, data.fit, strict=False)), verbose=0, return_dict=True)
+    else:
+        found = model.evaluate(data.fit, verbose=0, return_dict=True)
+    return {name: float(value) for name, value in found.items()}
+
+
+def comparison_rows(stages: list[Snapshot]) -> dict[str, list[str]]:
+    """The rows of the table of before and after."""
+    from .reports.report import percent
+
+    rows = {
+        "sparsity of the prunable weights": [percent(stage.report.sparsity) for stage in stages],
+        "non-zero values": [f"{stage.report.nonzero:,}" for stage in stages],
+        "all values": [f"{stage.report.parameters:,}" for stage in stages],
+        "zeros that came back": [
+            "" if stage.report.status == "no masks" else f"{stage.report.violations:,}" for stage in stages
+        ],
+    }
+    for name in stages[-1].scores:
+        rows[f"validation {name}"] = [f"{stage.scores[name]:.4f}" for stage in stages]
+    rows["file, bytes"] = [f"{stage.file.stat().st_size:,}" if stage.file else "" for stage in stages]
+    rows["file after gzip, bytes"] = [f"{show.gzip_size(stage.file):,}" if stage.file else "" for stage in stages]
+    return rows
+
+
+def _prune(args: argparse.Namespace, console: Console) -> int:
+    from_data = _check_places(args)
+    show.import_tensorflow(args.debug)
+    from .api import prune, report
+
+    model, flavour = _open(args, console)
+    train, validation = _load_data(args, model, flavour, from_data, console)
+    stages = {"before": snapshot(model, Path(args.input), validation)}
+    with show.step(console, f"prune to {100 * args.sparsity:g} % zeros"):
+        prune(
+            model,
+            args.sparsity,
+            criterion=args.criterion,
+            scope=args.scope,
+            include=args.include,
+            exclude=args.exclude,
+            min_keep=args.min_keep,
+            seed=args.seed,
+        )
+    if train is not None:
+        stages["pruned"] = snapshot(model, None, validation)
+        _train(args, model, flavour, train, validation, console)
+    last = "pruned" if train is None else "retrained"
+    _finish(args, model, console)
+    stages[last] = snapshot(model, Path(args.output), validation)
+    console.print()
+    print(report(model))
+    console.print()
+    console.print(show.comparison(list(stages), comparison_rows(list(stages.values()))))
+    return 0
+
+
+def _retrain(args: argparse.Namespace, console: Console) -> int:
+    from_data = _check_places(args)
+    show.import_tensorflow(args.debug)
+    from .api import freeze, masks_of, report
+
+    model, flavour = _open(args, console)
+    if not masks_of(model):
+        freeze(model)
+        console.print("masks: read from the zeros of the weights")
+    train, validation = _load_data(args, model, flavour, from_data, console)
+    assert train is not None
+    before = snapshot(model, Path(args.input), validation)
+    _train(args, model, flavour, train, validation, console)
+    _finish(args, model, console)
+    after = snapshot(model, Path(args.output), validation)
+    console.print()
+    print(report(model))
+    console.print()
+    console.print(show.comparison(["before", "retrained"], comparison_rows([before, after])))
+    return 0
+
+
+def _inspect(args: argparse.Namespace, console: Console) -> int:
+    _check_extras(args)
+    show.import_tensorflow(args.debug)
+    from .api import report
+
+    model, flavour = _open(args, console)
+    size = Path(args.input).stat().st_size
+    console.print(f"opened with {flavour.label}: {type(model).__name__} '{model.name}'", markup=False)
+    console.print(f"{size:,} bytes, {show.gzip_size(args.input):,} after gzip")
+    console.print()
+    print(report(model))
+    _write_extras(args, model, console)
+    return 0
+
+
+def _engine(args: argparse.Namespace, console: Console) -> int:
+    show.import_tensorflow(args.debug)
+    from .engine import build
+
+    if args.clean:
+        console.print(f"{build.clean()} compiled libraries deleted from {build.cache_dir()}", markup=False)
+        return 0
+    if args.build:
+        with show.step(console, "build the sparse kernels"):
+            path = build.build(verbose=args.debug)
+        console.print(str(path), markup=False)
+        return 0
+    info = build.info()
+    rows = {
+        "compiler": info.compiler or "none found",
+        "": info.compiler_version or "",
+        "TensorFlow": info.tensorflow,
+        "sources": ", ".join(info.sources),
+        "library": str(info.path) if info.path else "",
+        "built": "yes" if info.cached else "no",
+        "cache": f"{info.cache_dir} ({info.bytes:,} bytes)",
+        "ready": "yes" if info.reason is None else info.reason,
+    }
+    for name, value in rows.items():
+        console.print(f"{name:<12}{value}", markup=False)
+    return 0
+
+
+def _demo(args: argparse.Namespace, console: Console) -> int:
+    show.import_tensorflow(args.debug)
+    from .demo import run_demo
+
+    return run_demo(args, console)
+
+
+def _check_places(args: argparse.Namespace) -> feeding.Source | None:
+    """Refuse what cannot work before minutes of work are spent on it, and find the data."""
+    output = Path(args.output)
+    if not output.name.lower().endswith((".h5", ".hdf5", ".keras")):
+        raise OutputError(f"'{output}' has no known ending; give a name in .h5, .hdf5 or .keras.")
+    _check_target(output, args.force)
+    _check_extras(args)
+    _check_input(args)
+    if args.data is None:
+        if args.validation is not None and _share(args.validation) is not None:
+            raise ArgumentError("--validation is a share of the data for retraining; give --retrain DATA too.")
+        return None
+    return feeding.find(args.data)
+
+
+def _check_extras(args: argparse.Namespace) -> None:
+    if args.report is not None:
+        _check_target(Path(args.report), args.force)
+    if args.plots is not None:
+        folder = Path(args.plots)
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"'{folder}' is a file; give a folder for the pictures.")
+
+
+def _check_target(target: Path, force: bool) -> None:
+    if target.is_dir():
+        raise OutputError(f"'{target}' is a folder; give the name of a file.")
+    if target.exists() and not force:
+        raise OutputError(f"'{target}' exists already; give another name, or --force to overwrite it.")
+    if not target.parent.is_dir():
+        raise OutputError(f"There is no folder '{target.parent}' for '{target.name}'; create it first.")
+    if not os.access(target.parent, os.W_OK):
+        raise OutputError(f"The folder '{target.parent}' cannot be written to; give another one.")
+
+
+def _check_input(args: argparse.Namespace) -> None:
+    path = Path(args.input)
+    if not path.exists():
+        raise FileError(f"There is no file '{path}'.")
+    if path.is_dir():
+        raise FileError(f"'{path}' is a folder; give a model file: .h5, .hdf5 or .keras.")
+
+
+def _open(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
+    from .files import load
+    from .flavour import flavour_of
+
+    _check_input(args)
+    custom = None
+    if args.custom_objects is not None:
+        custom = feeding.call_or_take(args.custom_objects)
+        if not isinstance(custom, dict):
+            raise ArgumentError(
+                f"--custom-objects {args.custom_objects} is a {type(custom).__name__}; it must be a dictionary "
+                "of name -> class or function."
+            )
+    with show.step(console, f"open {args.input}"):
+        model = load(args.input, custom_objects=custom, flavour=args.flavour, safe=not args.unsafe)
+    return model, flavour_of(model)
+
+
+def _load_data(
+    args: argparse.Namespace, model: Any, flavour: Any, source: feeding.Source | None, console: Console
+) -> tuple[feeding.Data | None, feeding.Data | None]:
+    """Settle how the model is trained, then load what it is trained on and measured with."""
+    if source is None and args.validation is None:
+        return None, None
+    _compile(args, model, flavour)
+    flavour.keras.utils.set_random_seed(args.seed)
+    options = feeding.Options(
+        loss=flavour.compile_arguments(model).get("loss"),
+        batch_size=args.batch_size,
+        pixels=args.pixels,
+        image_size=args.image_size,
+        seed=args.seed,
+    )
+    share = None if args.validation is None else _share(args.validation)
+    with show.step(console, "read the data"):
+        if source is not None and share is not None:
+            train, validation = feeding.load_split(source, share, model, flavour, options)
+        else:
+            train = None if source is None else feeding.load(source, model, flavour, options)
+            validation = None
+            if args.validation is not None:
+                validation = feeding.load(feeding.find(args.validation), model, flavour, options)
+    for what, found in (("train on", train), ("measure with", validation)):
+        if found is not None:
+            console.print(f"  {what}: {found.text}", markup=False)
+    return train, validation
+
+
+def _share(text: str) -> float | None:
+    """The fraction that a text is, or None if it is a name."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if not 0 < value < 1:
+        raise ArgumentError(f"--validation {text} must be a share between 0 and 1, or name data.")
+    return value
+
+
+def _compile(args: argparse.Namespace, model: Any, flavour: Any) -> None:
+    """Compile as the arguments say; what they leave open stays as the file had it."""
+    compiled = flavour.is_compiled(model)
+    given = {
+        name: value
+        for name, value in (("loss", args.loss), ("optimizer", args.optimizer), ("metrics", args.metrics))
+        if value is not None
+    }
+    if not compiled and "loss" not in given:
+        raise ArgumentError(
+            f"'{args.input}' does not say how the model was trained; give --loss (and --optimizer, --metrics), "
+            "for example --loss sparse_categorical_crossentropy."
+        )
+    if given:
+        before = flavour.compile_arguments(model) if compiled else {"optimizer": "adam"}
+        try:
+            model.compile(**{**before, **given})
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(f"{given} cannot be used: {str(error).splitlines()[0]}") from error
+    if args.learning_rate is not None:
+        try:
+            model.optimizer.learning_rate = args.learning_rate
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                "The optimizer of the file follows a learning rate schedule; give --optimizer with --learning-rate."
+            ) from error
+
+
+def _train(
+    args: argparse.Namespace,
+    model: Any,
+    flavour: Any,
+    train: feeding.Data,
+    validation: feeding.Data | None,
+    console: Console,
+) -> None:
+    from .api import retrain
+
+    progress = show.fit_progress(flavour.keras, console, args.epochs, "retrain")
+    options: dict[str, Any] = {} if train.batched else {"batch_size": args.batch_size}
+    try:
+        retrain(
+            model,
+            train.fit,
+            epochs=args.epochs,
+            masks=args.masks,
+            enforce=args.enforce,
+            validation_data=None if validation is None else validation.fit,
+            callbacks=[progress],
+            verbose=0,
+            **options,
+        )
+    finally:
+        progress.close()
+
+
+def _finish(args: argparse.Namespace, model: Any, console: Console) -> None:
+    from .files import save
+
+    try:
+        with show.step(console, f"save {args.output}"):
+            save(model, args.output, overwrite=args.force, include_optimizer=not args.no_optimizer)
+    except FileError as error:
+        raise OutputError(str(error)) from error
+    _write_extras(args, model, console)
+
+
+def _write_extras(args: argparse.Namespace, model: Any, console: Console) -> None:
+    from .api import report
+    from .reports.plots import write_plots
+
+    try:
+        if args.report is not None:
+            report(model).to_csv(args.report)
+            console.print(f"wrote {args.report}", markup=False)
+        if args.plots is not None:
+            for path in write_plots(model, args.plots):
+                console.print(f"wrote {path}", markup=False)
+    except FileError as error:
+        raise OutputError(str(error)) from error
