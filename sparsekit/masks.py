@@ -114,6 +114,13 @@ class MaskSet(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._masks)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both keep the same positions of the same weights."""
+        # Mapping would compare the values with ==, which has no single answer for arrays.
+        if not isinstance(other, MaskSet):
+            return NotImplemented
+        return self.keys() == other.keys() and all(np.array_equal(self[path], other[path]) for path in self)
+
     def __repr__(self) -> str:
         return f"MaskSet({len(self)} weights, {self.size} positions, sparsity {self.sparsity:.4f})"
 
