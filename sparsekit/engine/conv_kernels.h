@@ -36,7 +36,7 @@ void ForwardStrip(const Entry* entries, const int32_t* starts, int64_t count, co
 #pragma GCC unroll 16
     for (int i = 0; i < Rows * Cols; ++i) sum[i] = first ? Vec{} : sums[i];
     for (; entry != end; ++entry) {
-      const Vec value = Vec{} + entry->value;
+      const float value = entry->value;
       const char* at = operand + entry->offset;
 #pragma GCC unroll 2
       for (int r = 0; r < Rows; ++r) {
@@ -105,7 +105,7 @@ void BackwardStrip(const Entry* entries, const int32_t* starts, int64_t count, c
       Vec* to = value_sums->At(e);
       for (; e != stop; ++e, ++to) {
         const Vec* at = reinterpret_cast<const Vec*>(operand + entries[e].offset);
-        const Vec value = Vec{} + entries[e].value;
+        const float value = entries[e].value;
         Vec even = Vec{}, odd = Vec{};
 #pragma GCC unroll 8
         for (int c = 0; c < Cols; ++c) {
