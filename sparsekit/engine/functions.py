@@ -12,6 +12,7 @@ from sparsekit.engine.build import library
 from sparsekit.errors import ArgumentError, MaskError
 
 ACTIVATIONS = (None, "linear", "relu")
+DISTRIBUTIONS = ("uniform", "normal")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +53,11 @@ class Structure:
             keep = np.asarray(keep)
         if keep.dtype not in (np.bool_, tf.bool):
             raise MaskError(f"keep has dtype {keep.dtype}; give a bool array, True = keep")
-        shape = tuple(keep.shape)
-        if len(shape) < 2 or None in shape:
-            raise MaskError(f"keep has shape {shape}; give the shape of a kernel with 2 or more known axes")
-        outputs = int(shape[-1])
-        inputs = int(np.prod(shape[:-1]))
-        return cls(shape, *library().sparsekit_structure(tf.reshape(keep, (inputs, outputs))))
+        if len(keep.shape) < 2 or None in tuple(keep.shape):
+            raise MaskError(f"keep has shape {keep.shape}; give the shape of a kernel with 2 or more known axes")
+        shape = tuple(int(axis or 0) for axis in keep.shape)
+        flat = tf.reshape(keep, (int(np.prod(shape[:-1])), shape[-1]))
+        return cls(shape, *library().sparsekit_structure(flat))
 
     @property
     def inputs(self) -> int:
@@ -193,3 +193,84 @@ def _gather_gradient(op: Any, dvalues: tf.Tensor) -> list[tf.Tensor | None]:
 def _scatter_gradient(op: Any, dense: tf.Tensor) -> list[tf.Tensor | None]:
     _, row_pointers, columns = op.inputs
     return [library().sparsekit_gather(dense, row_pointers, columns), None, None]
+
+
+def noise_update(
+    variable: Any,
+    *,
+    seed: Any,
+    step: Any,
+    index: int,
+    amplitude: Any,
+    keep: Any = None,
+    distribution: str = "uniform",
+) -> Any:
+    """Add random noise to a variable in one pass over its memory; the op that does it, for control dependencies.
+
+    The noise of an element depends on (seed, step, index, position) alone: the same bits on any number of threads and
+    on every replica, others on each step. `noise_key_counter` gives the same numbers to TensorFlow's own ops.
+
+    Args:
+        variable: float32 `tf.Variable`.
+        seed: two integers; their lower 32 bits count.
+        step: integer scalar; its lower 32 bits count.
+        index: number of this variable among those that are updated with one seed.
+        amplitude: scalar: half the width of the uniform noise, or the standard deviation of the normal one.
+        keep: bool of the variable's shape, True = may move; None moves all.
+        distribution: "uniform" in [-amplitude, amplitude) or "normal".
+
+    Raises:
+        ArgumentError: an unknown distribution, or a variable that is not float32.
+        EngineError: the engine's ops cannot be used on this machine.
+    """
+    if not isinstance(variable, tf.Variable) or variable.dtype != tf.float32:
+        raise ArgumentError(f"noise_update got {type(variable).__name__}; give a float32 tf.Variable")
+    return library().sparsekit_noise_update(
+        variable.handle,
+        *_noise_inputs(seed, step, amplitude, keep, distribution),
+        index=index,
+        normal=distribution == "normal",
+    )
+
+
+def noised(
+    weight: Any,
+    *,
+    seed: Any,
+    step: Any,
+    index: int,
+    amplitude: Any,
+    keep: Any = None,
+    distribution: str = "uniform",
+) -> tf.Tensor:
+    """The tensor that `noise_update` would leave in a variable of this value; arguments as there."""
+    return library().sparsekit_noised(
+        weight, *_noise_inputs(seed, step, amplitude, keep, distribution), index=index, normal=distribution == "normal"
+    )
+
+
+def noise_key_counter(seed: Any, step: Any, index: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Key and counter with which TensorFlow's own stateless ops draw the numbers of `noise_update`.
+
+    `w + amplitude * (2 * StatelessRandomUniformV2(shape, key, counter, alg=1) - 1)` is `noise_update` bit for bit;
+    with StatelessRandomNormalV2 the two agree to rounding.
+
+    Args:
+        seed: two integers; their lower 32 bits count.
+        step: integer scalar; its lower 32 bits count.
+        index: number of the variable.
+    """
+    word = tf.constant(0xFFFFFFFF, tf.int64)
+    first, second = tf.unstack(tf.bitwise.bitwise_and(tf.cast(seed, tf.int64), word))
+    high = tf.bitwise.bitwise_and(tf.cast(step, tf.int64), word)
+    low = tf.bitwise.bitwise_and(tf.cast(index, tf.int64), word)
+    key = tf.bitwise.bitwise_or(first, tf.bitwise.left_shift(second, tf.constant(32, tf.int64)))
+    counter = tf.bitwise.bitwise_or(low, tf.bitwise.left_shift(high, tf.constant(32, tf.int64)))
+    return tf.bitcast([key], tf.uint64), tf.bitcast(tf.stack([tf.zeros_like(counter), counter]), tf.uint64)
+
+
+def _noise_inputs(seed: Any, step: Any, amplitude: Any, keep: Any, distribution: str) -> tuple[Any, ...]:
+    if distribution not in DISTRIBUTIONS:
+        raise ArgumentError(f"distribution is {distribution!r}; give one of {DISTRIBUTIONS}")
+    masks = [] if keep is None else [keep]
+    return tf.cast(seed, tf.int64), tf.cast(step, tf.int64), tf.cast(amplitude, tf.float32), masks
