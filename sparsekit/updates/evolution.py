@@ -42,7 +42,7 @@ class Annealing(Rule):
         before = trial.measure()
         old = [target.read() for target in trial.targets]
         for target in trial.targets:
-            target.add_noise(self.distribution, self.scale, trial.seed(target.index))
+            target.add_noise(self.distribution, self.scale, trial.stream())
         before, after = tf.unstack(trial.over_replicas(tf.stack([before, trial.score()])))
         accept = after < before
         if self.temperature > 0.0:
@@ -72,10 +72,17 @@ class EvolutionStrategy(Rule):
     name = "evolution_strategy"
 
     def __init__(
-        self, population: int = 32, sigma: float = 0.02, learning_rate: float = 0.05, decay: float = 1.0
+        self, population: int = 32, sigma: float = 0.05, learning_rate: float = 0.05, decay: float = 1.0
     ) -> None:
-        if isinstance(population, bool) or not isinstance(population, int) or population < 2 or population % 2:
-            raise ArgumentError(f"population={population!r} must be an even number >= 2: candidates come in pairs.")
+        if (
+            isinstance(population, bool)
+            or not isinstance(population, int)
+            or population < 2
+            or population % 2
+        ):
+            raise ArgumentError(
+                f"population={population!r} must be an even number >= 2: candidates come in pairs."
+            )
         self.population = population
         self.sigma = positive("sigma", sigma)
         self.learning_rate = positive("learning_rate", learning_rate)
@@ -87,8 +94,9 @@ class EvolutionStrategy(Rule):
         base = [target.read() for target in targets]
 
         def add(pair: tf.Tensor, scale: tf.Tensor) -> None:
+            stream = trial.stream(pair)
             for target in targets:
-                target.add_noise("normal", scale, trial.seed(target.index, pair))
+                target.add_noise("normal", scale, stream)
 
         def restore() -> None:
             for target, value in zip(targets, base, strict=True):
@@ -113,7 +121,9 @@ class EvolutionStrategy(Rule):
             add(pair, rate * pull[pair])
             return (pair + 1,)
 
-        tf.while_loop(lambda pair: pair < self.population // 2, follow, (tf.constant(0),), parallel_iterations=1)
+        tf.while_loop(
+            lambda pair: pair < self.population // 2, follow, (tf.constant(0),), parallel_iterations=1
+        )
 
 
 def centered_ranks(losses: tf.Tensor) -> tf.Tensor:
@@ -156,9 +166,11 @@ class SPSA(Rule):
         self.distribution = one_of("distribution", distribution, ("normal", "rademacher"))
 
     def apply(self, trial: Any, state: Any) -> None:
+        stream = trial.stream()
+
         def add(scale: Any) -> None:
             for target in trial.targets:
-                target.add_noise(self.distribution, scale, trial.seed(target.index))
+                target.add_noise(self.distribution, scale, stream)
 
         add(self.epsilon)
         plus = trial.measure()
@@ -234,7 +246,10 @@ class CMAES(Rule):
 
         losses = tf.TensorArray(tf.float32, state.population, element_shape=())
         _, losses = tf.while_loop(
-            lambda number, _: number < state.population, judge, (tf.constant(0), losses), parallel_iterations=1
+            lambda number, _: number < state.population,
+            judge,
+            (tf.constant(0), losses),
+            parallel_iterations=1,
         )
         mean = tf.numpy_function(state.tell, [losses.stack()], tf.float32)
         put(tf.ensure_shape(mean, (state.size,)))
@@ -243,7 +258,9 @@ class CMAES(Rule):
 class _Search:
     """The library's search and which positions its vector stands for."""
 
-    def __init__(self, start: np.ndarray, sigma: float, population: int | None, seed: int, kept: list) -> None:
+    def __init__(
+        self, start: np.ndarray, sigma: float, population: int | None, seed: int, kept: list
+    ) -> None:
         cma = importlib.import_module("cma")
         # The library would seed NumPy's global generator, which belongs to the user.
         generator = np.random.RandomState(seed % 2**32)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ..errors import ArgumentError
 from ..registry import classes
-from .targets import DISTRIBUTIONS, Target, noise
+from .targets import DISTRIBUTIONS, Target
 
 
 class Rule(ABC):
@@ -23,6 +23,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     compares_losses: ClassVar[bool] = True
+    adds_noise: ClassVar[bool] = True
 
     def prepare(self, targets: list[Target], seed: int) -> Any:
         """State that lives as long as one run, handed to `apply`; called once, outside of the graph."""
@@ -37,15 +38,12 @@ class WeightRule(Rule):
     """A rule that gives each weight a new value from its old one, after one forward pass."""
 
     compares_losses: ClassVar[bool] = False
+    adds_noise: ClassVar[bool] = False
 
     def apply(self, trial: Any, state: Any) -> None:
         trial.measure()
         for target in trial.targets:
-            self.move(target, trial.step, trial.seed(target.index))
-
-    def move(self, target: Target, step: tf.Tensor, seed: tf.Tensor) -> None:
-        """Trace the update of one weight."""
-        target.write(self.update(target.read(), target.mask(), step, seed))
+            target.write(self.update(target.read(), target.mask(), trial.step, trial.seed(target.index)))
 
     @abstractmethod
     def update(self, weight: tf.Tensor, mask: tf.Tensor, step: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -72,7 +70,9 @@ class FunctionRule(WeightRule):
 
     def __init__(self, function: Function, returns: str = "value") -> None:
         if not callable(function):
-            raise ArgumentError(f"function={function!r} cannot be called; give (weight, mask, step, seed) -> value.")
+            raise ArgumentError(
+                f"function={function!r} cannot be called; give (weight, mask, step, seed) -> value."
+            )
         if returns not in ("value", "delta"):
             raise ArgumentError(f"returns={returns!r} is not known; give 'value' or 'delta'.")
         self.function = function
@@ -94,28 +94,22 @@ class FunctionRule(WeightRule):
         return result if self.returns == "value" else weight + result
 
 
-class Noise(WeightRule):
+class Noise(Rule):
     """Base of the rules that add random numbers: `weight + scale * decay**step * random`."""
 
+    compares_losses: ClassVar[bool] = False
     distribution: ClassVar[str]
 
     def __init__(self, scale: float | Callable[[tf.Tensor], Any] = 1e-3, decay: float = 1.0) -> None:
-        if not callable(scale):
-            scale = positive("scale", scale, zero=True)
-        self.scale = scale
+        self.scale = scale if callable(scale) else positive("scale", scale, zero=True)
         self.decay = between("decay", decay, 0.0, 1.0)
 
-    def scale_at(self, step: tf.Tensor) -> tf.Tensor:
-        """Scale of the noise at a step, float32."""
-        base = self.scale(step) if callable(self.scale) else self.scale
-        return decayed(base, self.decay, step)
-
-    def move(self, target: Target, step: tf.Tensor, seed: tf.Tensor) -> None:
-        target.add_noise(self.distribution, self.scale_at(step), seed)
-
-    def update(self, weight: tf.Tensor, mask: tf.Tensor, step: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        shape = tuple(weight.shape)
-        return weight + noise(self.distribution, shape, weight.dtype, self.scale_at(step), seed)
+    def apply(self, trial: Any, state: Any) -> None:
+        trial.measure()
+        base = self.scale(trial.step) if callable(self.scale) else self.scale
+        scale, stream = decayed(base, self.decay, trial.step), trial.stream()
+        for target in trial.targets:
+            target.add_noise(self.distribution, scale, stream)
 
 
 class UniformNoise(Noise):

@@ -16,7 +16,7 @@ from ..frozen import frozen_masks
 from ..weights import Selector, prunable_weights, survey
 from .objective import Batch, Objective
 from .rules import Rule, as_rule
-from .targets import Target, component, derived_seed
+from .targets import Stream, Target, component, derived_seed, noise_op_usable
 
 MASKS = ("static", "dynamic")
 
@@ -60,9 +60,13 @@ class Trial:
             component(native(counter)).assign(value)
         return loss
 
-    def seed(self, index: Any, draw: Any = 0) -> tf.Tensor:
-        """Seed of a draw in this step, int64 of shape (2,): another one for each step, draw and index."""
-        return derived_seed(self._seed, self.step, draw, index)
+    def seed(self, index: Any) -> tf.Tensor:
+        """A seed for `tf.random.stateless_*`, int64 of shape (2,): another one for each step and index."""
+        return derived_seed(self._seed, self.step, index)
+
+    def stream(self, draw: Any = 0) -> Stream:
+        """Random numbers for `Target.add_noise`: others for each step and draw, the same whenever they are drawn."""
+        return Stream.of(self._seed, self.step, draw)
 
     def over_replicas(self, losses: tf.Tensor) -> tf.Tensor:
         """Losses of the whole batch from those of each replica's share, so that every replica decides alike."""
@@ -98,7 +102,7 @@ class UpdateStep:
         self.model = model
         self.rule: Rule = as_rule(rule)
         self.objective = Objective(self.flavour, model, loss, training)
-        self.targets = _targets(model, include, exclude, masks)
+        self.targets = _targets(model, include, exclude, masks, self.rule.adds_noise)
         if self.rule.compares_losses and not self.objective.has_loss:
             raise ArgumentError(
                 f"{type(self.rule).__name__} compares losses and the model '{model.name}' has none; pass loss=, or "
@@ -113,7 +117,9 @@ class UpdateStep:
             )
         self._state = self.rule.prepare(self.targets, seed)
         self._measure = self._compiled_measure()
-        self._compiled = None if self._eager else tf.function(self._everywhere, reduce_retracing=True, autograph=False)
+        self._compiled = (
+            None if self._eager else tf.function(self._everywhere, reduce_retracing=True, autograph=False)
+        )
         self._built = False
 
     @property
@@ -138,7 +144,9 @@ class UpdateStep:
         if self._eager or self._strategy.num_replicas_in_sync > 1:
             return self.objective.measure
         jit = bool(self.objective.compiled and self.model.jit_compile)
-        return tf.function(self.objective.measure, reduce_retracing=True, jit_compile=jit or None, autograph=False)
+        return tf.function(
+            self.objective.measure, reduce_retracing=True, jit_compile=jit or None, autograph=False
+        )
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """One step on one replica's share of a batch, as Keras' `train_step`."""
@@ -255,7 +263,9 @@ def fit_with_update(
     step = update_step(
         model, rule, include=include, exclude=exclude, masks=masks, seed=seed, training=training
     )
-    arguments = dict(zip(("x", "y", "sample_weight"), data, strict=False)) if isinstance(data, tuple) else {"x": data}
+    arguments = (
+        dict(zip(("x", "y", "sample_weight"), data, strict=False)) if isinstance(data, tuple) else {"x": data}
+    )
     with fitting(model, step):
         history = model.fit(**arguments, epochs=epochs, **fit)
     frozen_masks(model).check("after training")
@@ -333,16 +343,20 @@ def _targets(
     include: Selector | Iterable[Selector] | None,
     exclude: Selector | Iterable[Selector] | None,
     masks: str,
+    adds_noise: bool,
 ) -> list[Target]:
     chosen, _ = survey(model, include, exclude)
     frozen = frozen_masks(model)
     # Zero biases are a normal start, not a decision: only kernels have dynamic masks.
     kernels = {ref.key for ref in prunable_weights(model)} if masks == "dynamic" else set()
+    fused = adds_noise and noise_op_usable(chosen)
     found = []
     for index, ref in enumerate(chosen):
         mask = frozen.get(ref.variable)
         keep = None if mask is None else mask.keep
-        found.append(Target(ref, index, keep, masks == "dynamic" and (ref.key in kernels or mask is not None)))
+        found.append(
+            Target(ref, index, keep, masks == "dynamic" and (ref.key in kernels or mask is not None), fused)
+        )
     return found
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from ..engine import build, functions
 from ..flavour import native
 from ..frozen import keep_only
 from ..weights import WeightRef, read
 
+_PHILOX = 1  # the counter-based generator that TensorFlow has for every device
+_WORTH_BUILDING = 100_000  # weights
 DISTRIBUTIONS = ("uniform", "normal", "rademacher")
 
 
@@ -22,13 +26,17 @@ class Target:
         index: its number among the selected weights; part of its random seeds.
         keep: bool tf.Variable of the weight's shape, or None for a weight without a mask.
         dynamic: mask what is zero at the beginning of a step, too, from then on.
+        fused: add noise with the engine's op where it can.
     """
 
-    def __init__(self, ref: WeightRef, index: int, keep: tf.Variable | None, dynamic: bool) -> None:
+    def __init__(
+        self, ref: WeightRef, index: int, keep: tf.Variable | None, dynamic: bool, fused: bool = False
+    ) -> None:
         self.ref = ref
         self.index = index
         self._keep = keep
         self._dynamic = dynamic
+        self._fused = fused and self.dtype == tf.float32 and "GPU" not in self.variable.device
         self._kept: tf.Tensor | None = None
 
     @property
@@ -76,30 +84,66 @@ class Target:
         value = tf.cast(value, self.dtype)
         self.variable.assign(value if self._kept is None else keep_only(self._kept, value))
 
-    def add_noise(self, distribution: str, scale: Any, seed: tf.Tensor) -> None:
-        """Add `scale` times random numbers to the positions that may move; the same seed gives the same numbers."""
-        self.write(self.read() + noise(distribution, self.shape, self.dtype, scale, seed))
+    def add_noise(self, distribution: str, scale: Any, stream: Stream) -> None:
+        """Add `scale` times random numbers to the positions that may move; the same stream gives the same numbers."""
+        if self._fused and distribution in functions.DISTRIBUTIONS:
+            functions.noise_update(
+                self.variable,
+                seed=stream.seed,
+                step=stream.step,
+                index=self.index,
+                amplitude=scale,
+                keep=self._kept,
+                distribution=distribution,
+            )
+        else:
+            drawn = noise(distribution, self.shape, stream, self.index)
+            self.write(self.read() + tf.cast(tf.cast(scale, tf.float32) * drawn, self.dtype))
 
 
-def noise(distribution: str, shape: tuple[int, ...], dtype: tf.DType, scale: Any, seed: tf.Tensor) -> tf.Tensor:
-    """Random numbers of mean zero from a seed alone: the same on each device, run and replica.
+@dataclass(frozen=True)
+class Stream:
+    """One draw of random numbers for all weights: each number depends on this, the weight's index and its position.
 
     Args:
-        distribution: `"uniform"` in [-scale, scale), `"normal"` with standard deviation `scale`, or `"rademacher"`,
-            +scale or -scale.
-        shape: shape of the result.
-        dtype: floating.
-        scale: scalar.
-        seed: integer tensor of shape (2,).
+        seed: int64 tensor of shape (2,), of which the lower 32 bits count.
+        step: int64 scalar.
     """
-    # Half precision has too few values for a fair draw near zero.
+
+    seed: tf.Tensor
+    step: tf.Tensor
+
+    @classmethod
+    def of(cls, seed: int, step: tf.Tensor, draw: Any = 0) -> Stream:
+        """The stream of a user's seed, a step and the number of the draw in this step."""
+        spread = tf.cast(draw, tf.int64) * 0x9E3779B9 + (seed >> 32)
+        return cls(tf.stack([tf.constant(seed & 0xFFFFFFFF, tf.int64), spread]), step)
+
+
+def noise(distribution: str, shape: tuple[int, ...], stream: Stream, index: int) -> tf.Tensor:
+    """Random numbers of mean zero and size one, float32: the same on each device, run and replica.
+
+    Args:
+        distribution: `"uniform"` in [-1, 1), `"normal"` with standard deviation 1, or `"rademacher"`, +1 or -1.
+        shape: shape of the result.
+        stream: which numbers.
+        index: number of the weight.
+    """
+    key, counter = functions.noise_key_counter(stream.seed, stream.step, index)
     if distribution == "normal":
-        drawn = tf.random.stateless_normal(shape, seed, dtype=tf.float32, alg="philox")
-    else:
-        drawn = tf.random.stateless_uniform(shape, seed, -1.0, 1.0, dtype=tf.float32, alg="philox")
-        if distribution == "rademacher":
-            drawn = tf.where(drawn < 0.0, -1.0, 1.0)
-    return tf.cast(drawn * tf.cast(scale, tf.float32), dtype)
+        return tf.raw_ops.StatelessRandomNormalV2(shape=shape, key=key, counter=counter, alg=_PHILOX)
+    drawn = tf.raw_ops.StatelessRandomUniformV2(shape=shape, key=key, counter=counter, alg=_PHILOX)
+    drawn = 2.0 * drawn - 1.0
+    return drawn if distribution == "uniform" else tf.where(drawn < 0.0, -1.0, 1.0)
+
+
+def noise_op_usable(refs: list[WeightRef]) -> bool:
+    """Whether the engine's noise op is there, or worth building, for these weights.
+
+    It gives the numbers of TensorFlow's own ops (normal ones to rounding) several times faster; a small model is not
+    worth the wait for a compiler.
+    """
+    return build.cached() or (sum(ref.size for ref in refs) >= _WORTH_BUILDING and build.available())
 
 
 def derived_seed(seed: int, *parts: Any) -> tf.Tensor:
