@@ -21,7 +21,7 @@ from .reports.report import Report, build_report
 from .schedules import Schedule
 from .selection import SCOPES, choose_masks
 from .training.enforcement import bind_constraints
-from .training.steps import TrainStep, enforcement_for, fit, masked_optimizer
+from .training.steps import TrainStep, check_masks, check_words, enforcement_for, fit, masked_optimizer
 from .weights import Selector, survey
 
 
@@ -211,26 +211,27 @@ def retrain(
     """
     flavour = flavour_of(model)
     _whole("epochs", epochs, 1)
-    if schedule is not None:
-        _ready_for(schedule, model, masks)
+    inputs = _inputs(data, fit_arguments)
+    if optimizer is not None and not isinstance(optimizer, (str, dict)):
+        _check_same_keras(optimizer, flavour)
     compile_arguments = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
     for name in flavour.COMPILE_ONLY:
         if name in fit_arguments:
             compile_arguments[name] = fit_arguments.pop(name)
     given = {name: value for name, value in compile_arguments.items() if value is not None}
-    enforcement_for(model, enforce, masks)
+    check_words(enforce, masks)
+    _check_compiled(flavour, model, given)
+    if schedule is not None:
+        _ready_for(schedule, model, masks)
+    check_masks(model)
     _compile(flavour, model, given)
-    enforcement = enforcement_for(model, enforce, masks, schedule)
-    x, y, sample_weight = _unpacked(data)
     return fit(
         model,
-        enforcement,
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
+        enforcement_for(model, enforce, masks, schedule),
         epochs=epochs,
         validation_data=validation_data,
-        callbacks=list(callbacks),
+        callbacks=list(callbacks or ()),
+        **inputs,
         **fit_arguments,
     )
 
@@ -246,31 +247,42 @@ def _ready_for(schedule: Schedule, model: Any, masks: str) -> None:
         mask.target = schedule.final_sparsity
 
 
-def _compile(flavour: Flavour, model: Any, given: dict[str, Any]) -> None:
-    """Compile the model where arguments say so, and see to it that its optimizer knows its weights."""
-    compiled = flavour.is_compiled(model)
-    if not compiled and "loss" not in given:
+def _check_compiled(flavour: Flavour, model: Any, given: dict[str, Any]) -> None:
+    if not flavour.is_compiled(model) and "loss" not in given:
         raise ArgumentError(
             f"The model '{model.name}' is not compiled and came with no training settings; pass loss= (and "
             "optimizer=), for example loss='sparse_categorical_crossentropy', or call model.compile first."
         )
-    if given:
-        arguments = {**(flavour.compile_arguments(model) if compiled else {"optimizer": "adam"}), **given}
-        model.compile(**arguments)
-    elif model.optimizer is not None and not flavour.is_built_for(model.optimizer, model.trainable_variables):
-        # A Keras 3 optimizer that came out of an .h5 knows other variables and would refuse these.
-        arguments = flavour.compile_arguments(model)
-        model.compile(**{**arguments, "optimizer": flavour.rebuilt(model.optimizer)})
 
 
-def _unpacked(data: Any) -> tuple[Any, Any, Any]:
-    if isinstance(data, tuple):
-        if not 1 <= len(data) <= 3:
-            raise ArgumentError(
-                f"data is a tuple of {len(data)}; give (x, y) or (x, y, sample_weight), and several inputs as a list."
-            )
-        return (*data, None, None)[:3]
-    return data, None, None
+def _compile(flavour: Flavour, model: Any, given: dict[str, Any]) -> None:
+    """Compile the model where arguments say so, and see to it that its optimizer knows its weights."""
+    if not flavour.is_compiled(model):
+        model.compile(**{"optimizer": "adam", **given})
+        return
+    changed, current = dict(given), model.optimizer
+    if "optimizer" not in given and current is not None:
+        if not flavour.is_built_for(current, model.trainable_variables):
+            # A Keras 3 optimizer that came out of an .h5 knows other variables and would refuse these.
+            changed["optimizer"] = flavour.rebuilt(current)
+    if changed:
+        model.compile(**{**flavour.compile_arguments(model), **changed})
+
+
+def _inputs(data: Any, fit_arguments: dict[str, Any]) -> dict[str, Any]:
+    """The x, y and sample_weight of fit."""
+    if isinstance(data, tuple) and not 1 <= len(data) <= 3:
+        raise ArgumentError(
+            f"data is a tuple of {len(data)}; give (x, y) or (x, y, sample_weight), and several inputs as a list."
+        )
+    inputs = dict(zip(("x", "y", "sample_weight"), data if isinstance(data, tuple) else (data,), strict=False))
+    for name in ("x", "y", "sample_weight"):
+        given = fit_arguments.pop(name, None)
+        if given is not None and inputs.get(name) is not None:
+            raise ArgumentError(f"{name} is in data and given as {name}= too; give it once.")
+        if given is not None:
+            inputs[name] = given
+    return inputs
 
 
 def train_step(model: Any, *, masks: str = "static", enforce: str = "gradient") -> TrainStep:
@@ -288,9 +300,11 @@ def train_step(model: Any, *, masks: str = "static", enforce: str = "gradient") 
         ArgumentError: if the model has no masks or is not compiled.
     """
     flavour = flavour_of(model)
-    enforcement = enforcement_for(model, enforce, masks)
+    check_words(enforce, masks)
+    check_masks(model)
+    _check_compiled(flavour, model, {})
     _compile(flavour, model, {})
-    return TrainStep(model, enforcement)
+    return TrainStep(model, enforcement_for(model, enforce, masks))
 
 
 def masked(optimizer: Any, model: Any, *, masks: str = "static") -> Any:
@@ -311,14 +325,19 @@ def masked(optimizer: Any, model: Any, *, masks: str = "static") -> Any:
         ModelTypeError: if the optimizer belongs to the other Keras than the model.
         ArgumentError: if the model has no masks.
     """
-    flavour = flavour_of(model)
+    _check_same_keras(optimizer, flavour_of(model))
+    check_words("gradient", masks)
+    check_masks(model)
+    return masked_optimizer(optimizer, model, masks)
+
+
+def _check_same_keras(optimizer: Any, flavour: Flavour) -> None:
     other = flavour_of_optimizer(optimizer)
     if other.name != flavour.name:
         raise ModelTypeError(
             f"The optimizer is of {other.name} and the model of {flavour.name}; "
             f"pass {flavour.name}.optimizers.{type(optimizer).__name__}()."
         )
-    return masked_optimizer(optimizer, model, masks)
 
 
 def _fraction(name: str, value: Any) -> float:

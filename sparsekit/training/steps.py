@@ -18,24 +18,28 @@ from .enforcement import MODES, Enforcement, enforced, optimizers_of, wrap_updat
 MASKS = ("static", "dynamic")
 
 
-def enforcement_for(
-    model: Any, enforce: str = "gradient", masks: str = "static", schedule: Schedule | None = None
-) -> Enforcement:
-    """What holds a model's frozen masks.
-
-    Raises:
-        ArgumentError: for an unknown word, or if the model has no masks.
-    """
+def check_words(enforce: str, masks: str) -> None:
+    """Raise ArgumentError for a word that is not known."""
     if enforce not in MODES:
         raise ArgumentError(f"enforce={enforce!r} is not known; give one of {', '.join(MODES)}.")
     if masks not in MASKS:
         raise ArgumentError(f"masks={masks!r} is not known; give one of {', '.join(MASKS)}.")
-    flavour, frozen = flavour_of(model), frozen_masks(model)
-    if not len(frozen):
+
+
+def check_masks(model: Any) -> None:
+    """Raise ArgumentError if a model has no masks."""
+    if not len(frozen_masks(model)):
         raise ArgumentError(
             f"The model '{model.name}' has no masks; call sparsekit.prune(model, sparsity=...), or "
             "sparsekit.freeze(model) if its weights are pruned already."
         )
+
+
+def enforcement_for(
+    model: Any, enforce: str = "gradient", masks: str = "static", schedule: Schedule | None = None
+) -> Enforcement:
+    """What holds a model's frozen masks."""
+    flavour, frozen = flavour_of(model), frozen_masks(model)
     choose: Dynamic | None = None
     if schedule is not None:
         optimizer = getattr(model, "optimizer", None)
@@ -65,7 +69,8 @@ def fit(model: Any, enforcement: Enforcement, **arguments: Any) -> Any:
     for optimizer in optimizers:
         enforcement.clean_slots(optimizer)
     if enforcement.choose is not None:
-        arguments["callbacks"] = [*(arguments.get("callbacks") or ()), _sparsity_log(flavour, frozen)]
+        # First, so that those of the user find the value in their logs.
+        arguments["callbacks"] = [_sparsity_log(flavour, frozen), *(arguments.get("callbacks") or ())]
     flavour.forget_train_function(model)
     try:
         with enforced(enforcement, model, optimizers):
