@@ -98,8 +98,16 @@ class Flavour:
         """Name and version for messages."""
         return f"{'Keras' if self.is_keras3 else 'tf_keras'} {self.keras.__version__}"
 
-    def model_from_config(self, config: dict[str, Any], custom_objects: dict[str, Any], budget: int) -> Any:
+    def model_from_config(
+        self, config: dict[str, Any], custom_objects: dict[str, Any], budget: int, safe: bool = True
+    ) -> Any:
         """Build a model from the config of an .h5 file.
+
+        Args:
+            config: the config; Keras changes it.
+            custom_objects: classes and functions that it names.
+            budget: how many weights it may ask for.
+            safe: whether Keras refuses code in it.
 
         Raises:
             MemoryError: once its layers ask for more than `budget` weights.
@@ -109,6 +117,8 @@ class Flavour:
             if self.is_keras3:
                 options = importlib.import_module("keras.src.legacy.saving.saving_options")
                 stack.enter_context(options.keras_option_scope(use_legacy_config=True))
+                scopes = importlib.import_module("keras.src.saving.serialization_lib")
+                stack.enter_context(scopes.SafeModeScope(safe))
                 legacy = importlib.import_module("keras.src.legacy.saving.saving_utils")
             else:
                 legacy = importlib.import_module("tf_keras.src.saving.legacy.model_config")
@@ -116,6 +126,30 @@ class Flavour:
                 stack.enter_context(sharing.SharedObjectLoadingScope())
             stack.enter_context(self.keras.utils.custom_object_scope(custom_objects))
             return legacy.model_from_config(config, custom_objects=custom_objects)
+
+    def registered(self, name: str) -> bool:
+        """Whether the user registered a class or function of this name with `register_keras_serializable`."""
+        known = getattr(self.keras, "saving", self.keras.utils).get_custom_objects()
+        return name in known
+
+    def input_names(self, model: Any) -> list[str]:
+        """Names of a model's input layers, in the order of `model.inputs`."""
+        return [
+            (tensor._keras_history.operation if self.is_keras3 else tensor._keras_history.layer).name
+            for tensor in model.inputs
+        ]
+
+    def takes_dict(self, model: Any) -> bool:
+        """Whether a functional model was made with a dictionary of inputs."""
+        return isinstance(getattr(model, "_inputs_struct" if self.is_keras3 else "_nested_inputs", None), dict)
+
+    def output_shapes(self, model: Any) -> Iterator[tuple[int | None, ...]]:
+        """Shape of every tensor inside a functional model, nested models included; None = free."""
+        for layer in self.layers(model):
+            for nodes in getattr(layer, "_nodes_by_depth", {}).values():
+                for node in nodes:
+                    outputs = node.output_tensors if self.is_keras3 else tf.nest.flatten(node.outputs)
+                    yield from (tuple(tensor.shape) for tensor in outputs)
 
     def write_h5(self, model: Any, file: Any, include_optimizer: bool) -> None:
         """Write a model into an open, empty h5py.File, as this Keras' own `save` does."""

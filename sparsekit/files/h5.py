@@ -21,24 +21,44 @@ _MAX_RATIO = 1100
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[h5py.File]:
-    """Open an HDF5 file for reading; whatever goes wrong inside is one sentence.
+    """Open an HDF5 file for reading.
 
     Raises:
         FileError: if it is damaged.
     """
+    with guarded(path):
+        file = h5py.File(path, "r")
     try:
-        with h5py.File(path, "r") as file:
-            yield file
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, FileError):
-            raise
+        yield file
+    finally:
+        with guarded(path):
+            file.close()
+
+
+@contextlib.contextmanager
+def guarded(path: Path) -> Iterator[None]:
+    """Whatever h5py says about a damaged file, in one sentence. Only reading goes in here, nothing that builds."""
+    try:
+        yield
+    except FileError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, MemoryError) as error:
         raise FileError(
             f"'{path}' is a damaged HDF5 file (truncated or changed bytes); get the file again from where it came."
         ) from error
 
 
 def read_h5(file: h5py.File, path: Path) -> StoredModel:
-    """Everything that a Keras .h5 file holds; the arrays are read later, while the file is open."""
+    """Everything that a Keras .h5 file holds; the arrays are read later, while the file is open.
+
+    Raises:
+        FileError: if the file is damaged.
+    """
+    with guarded(path):
+        return _read(file, path)
+
+
+def _read(file: h5py.File, path: Path) -> StoredModel:
     config = read_json(file, "model_config", path)
     if config is not None and not isinstance(config, dict):
         raise FileError(f"The model config in '{path}' is no dictionary; the file is damaged.")
@@ -94,7 +114,12 @@ def array(owner: h5py.Group, name: str, path: Path) -> StoredArray:
         raise FileError(
             f"'{path}' is damaged: '{name}' claims {found.nbytes:,} bytes and has {stored:,} in the file."
         )
-    return StoredArray(name, tuple(found.shape), lambda: np.asarray(found[()]))
+
+    def read() -> np.ndarray:
+        with guarded(path):
+            return np.asarray(found[()])
+
+    return StoredArray(name, tuple(found.shape), read)
 
 
 def group(owner: h5py.Group, name: str, path: Path) -> h5py.Group:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import FileError, SparsekitWarning
-from ..flavour import NAMES, get
+from ..errors import ArgumentError, FileError, ModelTypeError, SparsekitWarning
+from ..flavour import NAMES, Flavour, flavour_of, get
 from ..frozen import attach
 from ..masks import Mask, MaskSet
 from ..weights import all_weights
 from .compiling import compile_as_stored
+from .equivalence import same_predictions
 from .h5 import opened, read_h5
 from .keras_zip import keras_version, read_masks
-from .rebuild import build
-from .stored import StoredMasks
+from .rebuild import build, put_weights
+from .repairs import repair
+from .safety import check_known, check_safe
+from .stored import StoredMasks, StoredModel
 
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
@@ -38,7 +40,8 @@ def load(
     Args:
         path: the file.
         custom_objects: name -> class or function, for layers, losses and metrics of your own.
-        flavour: `"keras"` or `"tf_keras"` to force one. By default a Keras 3 model where it predicts the same.
+        flavour: `"keras"` or `"tf_keras"` to force one. By default a Keras 3 model where it predicts the same as the
+            tf_keras model of the same file.
         safe: False allows files that bring Python code along (Lambda layers); the code runs.
         model: for files that hold weights only: a model of the same layers, or a function that builds it.
 
@@ -50,21 +53,16 @@ def load(
     """
     path = Path(path)
     if flavour is not None and flavour not in NAMES:
-        raise FileError(f"flavour={flavour!r} is not known; give 'keras' (Keras 3) or 'tf_keras'.")
-    kind = sniff(path)
-    if kind == "keras":
-        version = keras_version(path)
-        chosen = get(flavour or ("keras" if version.startswith("3") else "tf_keras"))
-        loaded = chosen.keras.models.load_model(path, custom_objects=custom_objects, safe_mode=safe)
-        masks = read_masks(path)
-        if masks is not None:
-            restore_masks(loaded, masks, path)
-        return loaded
+        raise ArgumentError(f"flavour={flavour!r} is not known; give 'keras' (Keras 3) or 'tf_keras'.")
+    if sniff(path) == "keras":
+        return _load_keras(path, custom_objects, flavour, safe)
     with opened(path) as file:
         stored = read_h5(file, path)
-        chosen = get(flavour or ("keras" if stored.major >= 3 else "tf_keras"))
-        loaded = build(stored, copy.deepcopy(stored.config), chosen, custom_objects, path)
-        for note in compile_as_stored(loaded, stored, chosen, custom_objects):
+        if model is not None:
+            loaded, notes = _fill(model, stored, path), []
+        else:
+            loaded, notes = _build(stored, path, custom_objects, flavour, safe)
+        for note in notes:
             warnings.warn(note, SparsekitWarning, stacklevel=2)
         if stored.masks is not None:
             restore_masks(loaded, stored.masks, path)
@@ -88,13 +86,110 @@ def sniff(path: Path) -> str:
             head = file.read(8)
     except OSError as error:
         raise FileError(f"'{path}' cannot be read: {error.strerror}.") from error
+    if not head:
+        raise FileError(f"'{path}' is empty; the download or copy of it was cut off.")
     if head == _HDF5_MAGIC:
         return "h5"
     if zipfile.is_zipfile(path):
         return "keras"
+    if head.startswith(b"PK"):
+        raise FileError(f"'{path}' is a damaged .keras file; get the file again from where it came.")
+    if head.startswith((b"version ", b"<!DOCTYP", b"<html")):
+        raise FileError(
+            f"'{path}' is a text file, perhaps a Git LFS pointer or a web page instead of the model; download it again."
+        )
     raise FileError(
         f"'{path}' is neither an HDF5 nor a .keras file; sparsekit opens .h5, .hdf5, .keras and .sparse.h5 files."
     )
+
+
+def candidates(
+    stored: StoredModel, custom_objects: dict[str, Any] | None, flavour: str | None, path: Path
+) -> list[Flavour]:
+    """The Kerases in which a file may be built, the wanted one first.
+
+    Raises:
+        FileError: if the file comes from a Keras that is newer than any known.
+    """
+    if stored.major > 3:
+        raise FileError(f"'{path}' was written by Keras {stored.keras_version}; sparsekit opens files up to Keras 3.")
+    if flavour is not None:
+        return [get(flavour)]
+    own = _flavour_of_objects(custom_objects)
+    if own is not None:
+        return [own]
+    if stored.major == 3:
+        return [get("keras")]
+    found = []
+    for name in NAMES:
+        try:
+            found.append(get(name))
+        except ModelTypeError:
+            # One of the two is enough.
+            continue
+    return found or [get("keras")]
+
+
+def _flavour_of_objects(custom_objects: dict[str, Any] | None) -> Flavour | None:
+    """The Keras of the user's own layers: a layer of one does not work in the other."""
+    for name in NAMES:
+        for one in (custom_objects or {}).values():
+            if isinstance(one, type) and any(base.__module__.split(".")[0] == name for base in one.__mro__[1:]):
+                return get(name)
+    return None
+
+
+def _build(
+    stored: StoredModel,
+    path: Path,
+    custom_objects: dict[str, Any] | None,
+    flavour: str | None,
+    safe: bool,
+) -> tuple[Any, list[str]]:
+    """Build the model of a file that holds one, in the best Keras for it."""
+    if stored.config is None:
+        if not stored.layers:
+            raise FileError(f"'{path}' is an HDF5 file, but no Keras model: it has neither a config nor layers.")
+        raise FileError(
+            f"'{path}' holds weights only (of {len(stored.layers)} layers) and no model; give the model, or a function "
+            "that builds it: sparsekit.load(path, model=build)."
+        )
+    flavours = candidates(stored, custom_objects, flavour, path)
+    if safe:
+        check_safe(stored.config, path)
+        check_safe(stored.training_config, path)
+    check_known(stored.config, flavours, custom_objects, path)
+    built: dict[str, Any] = {}
+    errors: list[FileError] = []
+    for one in flavours:
+        try:
+            config, _ = repair(stored.config, one, stored.keras_version)
+            built[one.name] = build(stored, config, one, custom_objects, path, safe)
+        except FileError as error:
+            errors.append(error)
+    if not built:
+        raise errors[0]
+    if len(built) == 2 and not same_predictions(built["tf_keras"], built["keras"]):
+        del built["keras"]
+    model = built.get("keras", built.get("tf_keras"))
+    return model, compile_as_stored(model, stored, flavour_of(model), custom_objects)
+
+
+def _fill(model: Any, stored: StoredModel, path: Path) -> Any:
+    """Put the weights of a file into the model that the user gave or builds."""
+    built = model() if callable(model) and not hasattr(model, "get_weights") else model
+    put_weights(built, stored, flavour_of(built), path)
+    return built
+
+
+def _load_keras(path: Path, custom_objects: dict[str, Any] | None, flavour: str | None, safe: bool) -> Any:
+    version = keras_version(path)
+    chosen = get(flavour or ("keras" if version.startswith("3") else "tf_keras"))
+    loaded = chosen.keras.models.load_model(path, custom_objects=custom_objects, safe_mode=safe)
+    masks = read_masks(path)
+    if masks is not None:
+        restore_masks(loaded, masks, path)
+    return loaded
 
 
 def restore_masks(model: Any, stored: StoredMasks, path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import FileError
 from ..flavour import Flavour, native
+from .repairs import plain_name
 from .stored import StoredArray, StoredModel
 
 # Weights that are in no file (seeds of random layers) come on top of those that are.
@@ -14,7 +15,12 @@ _SLACK = 100_000
 
 
 def build(
-    stored: StoredModel, config: dict[str, Any], flavour: Flavour, custom_objects: dict[str, Any] | None, path: Path
+    stored: StoredModel,
+    config: dict[str, Any],
+    flavour: Flavour,
+    custom_objects: dict[str, Any] | None,
+    path: Path,
+    safe: bool = True,
 ) -> Any:
     """Build the model and fill in its weights.
 
@@ -24,12 +30,13 @@ def build(
         flavour: the Keras to build it in.
         custom_objects: classes and functions that the config names.
         path: the file, for messages.
+        safe: whether Keras refuses code in the config.
 
     Raises:
         FileError: if this Keras cannot build it, or if the weights in the file do not fit.
     """
     try:
-        model = flavour.model_from_config(config, custom_objects or {}, budget=2 * stored.size + _SLACK)
+        model = flavour.model_from_config(config, custom_objects or {}, 2 * stored.size + _SLACK, safe)
     except MemoryError as error:
         raise FileError(
             f"The layers in the config of '{path}' need far more weights than the file holds; the file is damaged."
@@ -63,11 +70,11 @@ def put_weights(model: Any, stored: StoredModel, flavour: Flavour, path: Path) -
             f"'{path}' holds weights of {len(groups)} layers, but the model '{model.name}' has {len(layers)} layers "
             "with weights; give the model that the file was saved from."
         )
-    by_name = {name: arrays for name, arrays in groups}
-    named = len(by_name) == len(groups) and set(by_name) == {layer.name for layer, _ in layers}
+    by_name = {plain_name(name): arrays for name, arrays in groups}
+    named = len(by_name) == len(groups) and set(by_name) == {plain_name(layer.name) for layer, _ in layers}
     for (layer, variables), (name, arrays) in zip(layers, groups, strict=True):
         if named:
-            name, arrays = layer.name, by_name[layer.name]
+            name, arrays = layer.name, by_name[plain_name(layer.name)]
         plan += _pair(variables, arrays, flavour, f"layer '{name}'", path)
     own = flavour.top_level_weights(model)
     if own or stored.top_level:
