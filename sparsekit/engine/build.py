@@ -74,7 +74,9 @@ def cache_dir() -> Path:
     """Folder of the compiled libraries: `SPARSEKIT_CACHE_DIR`, else the platform's per-user cache folder."""
     override = os.environ.get("SPARSEKIT_CACHE_DIR")
     if override:
-        return Path(override).expanduser()
+        return Path(override)
+    if not os.path.isabs(os.path.expanduser("~")):
+        raise EngineError("the engine has no cache folder: no home folder is known; set SPARSEKIT_CACHE_DIR")
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "sparsekit"
     if sys.platform == "win32":
@@ -99,8 +101,12 @@ def sources() -> tuple[Path, ...]:
 
 def cached() -> bool:
     """Whether the library for this machine, compiler, TensorFlow and source exists; builds nothing."""
-    path = _library_path()
-    return _loaded is not None or (path is not None and path.is_file())
+    if _loaded is not None:
+        return True
+    try:
+        return _exists(_library_path())
+    except EngineError:
+        return False
 
 
 def available() -> bool:
@@ -114,9 +120,12 @@ def available() -> bool:
 
 def reason() -> str | None:
     """One line that says why the engine cannot be used, or None; builds nothing."""
-    if _loaded is not None or cached():
+    if _loaded is not None:
         return None
-    return _obstacle()
+    try:
+        return _obstacle()
+    except EngineError as error:
+        return str(error)
 
 
 def library() -> Any:
@@ -129,7 +138,7 @@ def library() -> Any:
     with _lock:
         if _loaded is None:
             path = _library_path()
-            if path is None or not path.is_file():
+            if path is None or not _exists(path):
                 obstacle = _obstacle()
                 if obstacle is not None:
                     raise EngineError(obstacle)
@@ -137,8 +146,12 @@ def library() -> Any:
             try:
                 _loaded = tf.load_op_library(str(path))
             except (tf.errors.OpError, OSError, RuntimeError) as error:
-                message = f"the engine's library {path} cannot be loaded ({_first_line(str(error))})"
-                raise EngineError(f"{message}; run `sparsekit engine --clean`, then `--build`") from error
+                line = (
+                    f"the engine's library {path} cannot be loaded ({_first_line(str(error))}); "
+                    "run `sparsekit engine --clean`, then `sparsekit engine --build`"
+                )
+                _failures[str(path)] = line
+                raise EngineError(line) from error
         return _loaded
 
 
@@ -161,7 +174,7 @@ def build(verbose: bool = False) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _file_lock(path.with_suffix(".lock")):
-            if path.is_file():
+            if _exists(path):
                 return path
             problem = _compile(command, path, verbose)
     except OSError as error:
@@ -188,7 +201,7 @@ def info() -> EngineInfo:
         tensorflow=tf.__version__,
         sources=tuple(source.name for source in sources()),
         path=path,
-        cached=path is not None and path.is_file(),
+        cached=_exists(path),
         bytes=sum(file.stat().st_size for file in files),
         reason=reason(),
     )
@@ -209,14 +222,21 @@ def clean() -> int:
     return libraries
 
 
+def _exists(path: Path | None) -> bool:
+    # Unlike Path.is_file, this is False in a folder that may not be entered.
+    return path is not None and os.path.isfile(path)
+
+
 def _obstacle() -> str | None:
     path = _library_path()
     if path is None:
         return _no_compiler()
     if str(path) in _failures:
         return _failures[str(path)]
+    if _exists(path):
+        return None
     log = path.with_suffix(".log")
-    if log.is_file():
+    if _exists(log):
         return _failed(log)
     return None
 
@@ -263,17 +283,20 @@ def _tensorflow_flags() -> tuple[str, ...]:
 @lru_cache(maxsize=8)
 def _probe(command: tuple[str, ...]) -> tuple[tuple[str, ...], str, str]:
     """Tuning flags the compiler takes, its version line, a digest of the macros it then defines for this CPU."""
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    _, version = _output_of([*command, "--version"])
     for tuning in _TUNING:
-        macros = subprocess.run(
-            [*command, *tuning, "-dM", "-E", "-x", "c++", os.devnull],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        if macros.returncode == 0:
-            return tuning, _first_line(version.stdout), hashlib.sha256(macros.stdout.encode()).hexdigest()
-    return (), _first_line(version.stdout), "unknown"
+        understood, macros = _output_of([*command, *tuning, "-dM", "-E", "-x", "c++", os.devnull])
+        if understood:
+            return tuning, _first_line(version), hashlib.sha256(macros.encode()).hexdigest()
+    return (), _first_line(version), "unknown"
+
+
+def _output_of(command: list[str]) -> tuple[bool, str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return False, ""
+    return done.returncode == 0, done.stdout
 
 
 def _compile(command: tuple[str, ...], path: Path, verbose: bool) -> str | None:
@@ -308,10 +331,13 @@ def _compile(command: tuple[str, ...], path: Path, verbose: bool) -> str | None:
 def _run_together(steps: list[list[str]], verbose: bool) -> tuple[str, bool]:
     if verbose:
         print("\n".join(shlex.join(step) for step in steps), flush=True)
-    running = [
-        subprocess.Popen(step, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        for step in steps
-    ]
+    try:
+        running = [
+            subprocess.Popen(step, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            for step in steps
+        ]
+    except OSError as error:
+        return f"error: {steps[0][0]} cannot be started ({error.strerror or error})\n", True
     output, failed = [], False
     try:
         for step, process in zip(steps, running, strict=True):
