@@ -24,21 +24,26 @@ class Evidence:
 
 
 class Criterion(ABC):
-    """A way to score weights."""
+    """A way to score weights.
+
+    `elementwise` says that a position's score follows from its own value alone. Such a criterion is also called on
+    parts of a weight, from several threads.
+    """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    elementwise: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, weight: np.ndarray, evidence: Evidence) -> np.ndarray:
         """Score every position.
 
         Args:
-            weight: float array, finite.
+            weight: float array, finite, read-only.
             evidence: what is known about it.
 
         Returns:
-            float array of the same shape, no NaN, higher = keep.
+            float array of the same shape, finite, higher = keep. The same call gives the same scores.
         """
 
 
@@ -46,6 +51,7 @@ class Magnitude(Criterion):
     """Keep the largest absolute values (Janowsky, 1989, Pruning versus clipping in neural networks)."""
 
     name = "magnitude"
+    elementwise = True
 
     def score(self, weight: np.ndarray, evidence: Evidence) -> np.ndarray:
         del evidence

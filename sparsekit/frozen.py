@@ -111,7 +111,7 @@ class FrozenMasks:
 def keep_only(keep: Any, value: Any) -> tf.Tensor:
     """`value` where kept, +0.0 elsewhere. A select, not a product: NaN * 0 is NaN and -1 * 0 is -0."""
     value = tf.convert_to_tensor(value)
-    return tf.where(tf.convert_to_tensor(keep), value, tf.zeros_like(value))
+    return tf.where(tf.convert_to_tensor(keep), value, tf.zeros([], value.dtype))
 
 
 def _mask_variable(weight: Any, keep: np.ndarray) -> tf.Variable:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
+import math
 import os
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 
 from .errors import MaskError
+
+# What NumPy, zipfile and zlib raise for a file that was cut short, changed, or never was an .npz.
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +45,7 @@ class Mask:
                 f"The mask of '{self.path}' has dtype {keep.dtype}; it must be bool (True = keep), "
                 "for example `weight != 0`."
             )
-        if keep.flags.writeable:
+        if not _is_constant(keep):
             keep = keep.copy()
             keep.flags.writeable = False
         object.__setattr__(self, "keep", keep)
@@ -81,6 +88,17 @@ class Mask:
         return Mask(self.path, self.keep | other.keep, self.pattern)
 
 
+def _is_constant(array: np.ndarray) -> bool:
+    """Whether nobody can write to the memory of an array: a read-only view may look at one that changes."""
+    while not array.flags.writeable:
+        if array.base is None:
+            return True
+        if not isinstance(array.base, np.ndarray):
+            return False
+        array = array.base
+    return False
+
+
 class MaskSet(Mapping[str, np.ndarray]):
     """The masks of one model: weight path -> read-only bool array, True = keep.
 
@@ -96,6 +114,8 @@ class MaskSet(Mapping[str, np.ndarray]):
     def __init__(self, masks: Iterable[Mask] = ()) -> None:
         self._masks: dict[str, Mask] = {}
         for mask in masks:
+            if not isinstance(mask, Mask):
+                raise MaskError(f"A MaskSet holds Mask objects; got {type(mask).__name__}; see MaskSet.from_arrays.")
             if mask.path in self._masks:
                 raise MaskError(f"Two masks are given for '{mask.path}'; each weight has one.")
             self._masks[mask.path] = mask
@@ -158,15 +178,18 @@ class MaskSet(Mapping[str, np.ndarray]):
         for index, mask in enumerate(self._masks.values()):
             arrays[f"shape_{index}"] = np.array(mask.shape, dtype=np.int64)
             arrays[f"bits_{index}"] = np.packbits(mask.keep.reshape(-1))
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, allow_pickle=False, **arrays)
         target = os.fspath(path)
         temporary = f"{target}.{os.getpid()}.tmp"
-        with open(temporary, "wb") as file:
-            file.write(buffer.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        try:
+            with open(temporary, "wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MaskSet:
@@ -175,17 +198,23 @@ class MaskSet(Mapping[str, np.ndarray]):
         Raises:
             MaskError: if the file is not a mask file or is damaged.
         """
-        try:
-            with np.load(path, allow_pickle=False) as data:
-                masks = []
-                for index, (name, pattern) in enumerate(zip(data["paths"], data["patterns"], strict=True)):
-                    keep = unpack(data[f"bits_{index}"], tuple(int(n) for n in data[f"shape_{index}"]))
-                    masks.append(Mask(str(name), keep, str(pattern)))
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            raise MaskError(f"'{path}' is not a mask file written by MaskSet.save: {error}") from error
+        with open(path, "rb") as file:
+            try:
+                masks = _read_masks(file)
+            except _DAMAGED as error:
+                raise MaskError(f"'{path}' is not a mask file written by MaskSet.save: {error}") from error
         return cls(masks)
+
+
+def _read_masks(file: BinaryIO) -> list[Mask]:
+    data = np.load(file, allow_pickle=False)
+    if isinstance(data, np.ndarray):
+        raise ValueError("it holds a single array")
+    masks = []
+    for index, (name, pattern) in enumerate(zip(data["paths"], data["patterns"], strict=True)):
+        keep = unpack(data[f"bits_{index}"], tuple(int(n) for n in data[f"shape_{index}"]))
+        masks.append(Mask(str(name), keep, str(pattern)))
+    return masks
 
 
 def unpack(bits: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -194,7 +223,7 @@ def unpack(bits: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     Raises:
         MaskError: if the number of bytes does not fit the shape.
     """
-    size = int(np.prod(shape, dtype=np.int64))
-    if bits.dtype != np.uint8 or bits.ndim != 1 or bits.size != (size + 7) // 8:
+    size = math.prod(shape)
+    if min(shape, default=0) < 0 or bits.dtype != np.uint8 or bits.ndim != 1 or bits.size != (size + 7) // 8:
         raise MaskError(f"{bits.size} bytes of packed mask do not fit the shape {shape}.")
     return np.unpackbits(bits, count=size).astype(np.bool_).reshape(shape)

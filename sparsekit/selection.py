@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from .criteria import Criterion, Evidence
-from .distributions import Distribution, ranked_zeros
+from .distributions import Distribution
 from .errors import ArgumentError, LayerCollapseWarning, NonFiniteError
 from .masks import Mask, MaskSet
-from .patterns import Pattern, zeros_for
+from .patterns import Pattern, Unstructured, zeros_for
+from .ranking import Scores, first, on_pieces, rank
 
 SCOPES = ("layer", "global")
-_CHUNK = 1 << 18
 
 
 def choose_masks(
@@ -46,106 +48,138 @@ def choose_masks(
         NonFiniteError: if a weight holds NaN or infinity.
         ArgumentError: if more is dropped already than `sparsity` asks for, or if `min_keep` leaves no room.
     """
-    shapes, lowest = _inspect(weights)
-    sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-    dropped = [int(np.count_nonzero(~earlier[path])) if path in earlier else 0 for path in weights]
+    scored = [
+        _Scored(path, values, criterion, Evidence(path, seed), earlier.get(path)) for path, values in weights.items()
+    ]
+    shapes = [one.shape for one in scored]
+    sizes = [one.size for one in scored]
+    for one in scored:
+        try:
+            pattern.check(one.shape)
+        except ArgumentError as error:
+            raise ArgumentError(f"'{one.path}': {error}") from error
     wanted = zeros_for(sum(sizes), sparsity)
-    if sum(dropped) > max(wanted, sum(distribution.zeros(shapes, sparsity))):
+    shares = distribution.zeros(shapes, sparsity)
+    gone = sum(one.gone for one in scored)
+    if gone > max(wanted, sum(shares)):
         raise ArgumentError(
-            f"sparsity={sparsity} is below what is pruned already ({sum(dropped) / sum(sizes):.4f}); pruned weights "
+            f"sparsity={sparsity} is below what is pruned already ({gone / sum(sizes):.4f}); pruned weights "
             "do not come back: give a higher sparsity, or sparsekit.strip(model) to forget the masks."
         )
-    for path, shape in zip(weights, shapes, strict=True):
-        try:
-            pattern.check(shape)
-        except ArgumentError as error:
-            raise ArgumentError(f"'{path}': {error}") from error
+    for one in scored:
+        one.examine()
 
-    parts = [
-        _scores(path, weight, criterion, earlier.get(path), seed, has_zeros)
-        for (path, weight), has_zeros in zip(weights.items(), lowest, strict=True)
-    ]
-    floors = [min(min_keep, size - gone) for size, gone in zip(sizes, dropped, strict=True)]
+    parts = [Scores(one.size, one.open) for one in scored]
+    floors = [min(min_keep, one.size - one.gone) for one in scored]
     if scope == "global":
-        counts, held = ranked_zeros(parts, sizes, wanted, floors)
+        cuts, held = rank(parts, wanted, floors)
     else:
-        counts, held = _floored(distribution.zeros(shapes, sparsity), sizes, floors)
+        limits = [size - floor for size, floor in zip(sizes, floors, strict=True)]
+        held = [i for i, (share, limit) in enumerate(zip(shares, limits, strict=True)) if share > limit]
+        counts = [max(one.gone, min(n, limit)) for one, n, limit in zip(scored, shares, limits, strict=True)]
+        cuts = [first(part, count) for part, count in zip(parts, counts, strict=True)]
+    masks = []
+    for one, part, cut in zip(scored, parts, cuts, strict=True):
+        if isinstance(pattern, Unstructured):
+            keep = part.keep(cut).reshape(one.shape)
+        else:
+            keep = pattern.select(one.whole(), (one.size - cut.count) / one.size)
+        masks.append(Mask(one.path, keep, pattern.name))
     if held:
-        names = ", ".join(list(weights)[i] for i in held)
         warnings.warn(
-            f"Ranking alone would have left fewer than min_keep={min_keep} weights in {names}; they keep that many.",
+            f"Ranking alone would have left fewer than min_keep={min_keep} weights in "
+            f"{', '.join(scored[i].path for i in held)}; they keep that many.",
             LayerCollapseWarning,
             stacklevel=3,
         )
-    masks = []
-    for (path, part), size, count, gone in zip(
-        zip(weights, parts, strict=True), sizes, counts, dropped, strict=True
-    ):
-        if count <= gone:
-            keep = earlier[path] if gone else np.ones(part().shape, dtype=np.bool_)
-        else:
-            keep = pattern.select(part(), (size - count) / size)
-        masks.append(Mask(path, keep, pattern.name))
     return MaskSet(masks)
 
 
-def _floored(
-    zeros: Sequence[int], sizes: Sequence[int], floors: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    limits = [size - floor for size, floor in zip(sizes, floors, strict=True)]
-    held = [i for i, (count, limit) in enumerate(zip(zeros, limits, strict=True)) if count > limit]
-    return [min(count, limit) for count, limit in zip(zeros, limits, strict=True)], held
+@dataclass(eq=False)
+class _Scored:
+    """One weight and its scores, made anew on each pass."""
 
+    path: str
+    values: Callable[[], np.ndarray]
+    criterion: Criterion
+    evidence: Evidence
+    earlier: np.ndarray | None
 
-def _inspect(weights: Mapping[str, Callable[[], np.ndarray]]) -> tuple[list[tuple[int, ...]], list[bool]]:
-    """Shape of each weight, and whether it holds exact zeros.
+    def __post_init__(self) -> None:
+        self.shape = self.values().shape
+        self.size = int(np.prod(self.shape, dtype=np.int64))
+        self.gone = 0 if self.earlier is None else self.size - int(np.count_nonzero(self.earlier))
+        self.has_zeros = False
 
-    Raises:
-        NonFiniteError: naming the first weight with NaN or infinity.
-    """
-    shapes, has_zeros = [], []
-    for path, weight in weights.items():
-        values = weight()
-        flat = values.reshape(-1)
-        bad, zero = 0, False
-        for start in range(0, flat.size, _CHUNK):
-            piece = flat[start : start + _CHUNK]
-            finite = np.isfinite(piece)
-            bad += piece.size - int(np.count_nonzero(finite))
-            zero = zero or np.count_nonzero(piece) < piece.size
+    def open(self) -> Callable[[Any], np.ndarray]:
+        """A function from flat positions to scores, with what is zero or dropped already below all others."""
+        weight, score = self._look()
+        if not self.has_zeros and not self.gone:
+            return score
+        dropped = None if self.earlier is None else ~self.earlier.reshape(-1)
+
+        def marked(at: Any) -> np.ndarray:
+            scores = score(at)
+            # What is zero already is counted first, whatever the criterion says of it.
+            lowest = np.finfo(scores.dtype).min
+            scores = np.where(weight(at) == 0, lowest, scores)
+            if dropped is not None:
+                scores[dropped[at]] = -np.inf
+            return scores
+
+        return marked
+
+    def whole(self) -> np.ndarray:
+        """All scores at once, in the weight's shape."""
+        return self.open()(slice(None)).reshape(self.shape)
+
+    def examine(self) -> None:
+        """Note whether the weight holds zeros, and see to it that values and scores are finite."""
+        weight, score = self._look()
+
+        def work(at: slice) -> tuple[bool, int, int]:
+            values = weight(at)
+            return bool((values == 0).any()), _not_finite(values), _not_finite(score(at))
+
+        found = on_pieces(work, self.size)
+        self.has_zeros = any(zeros for zeros, _, _ in found)
+        bad = sum(values for _, values, _ in found)
         if bad:
             raise NonFiniteError(
-                f"'{path}' holds {bad} NaN or infinite values and cannot be ranked; train it again or leave it out "
-                f"with exclude='{path}'."
+                f"'{self.path}' holds {bad} NaN or infinite values and cannot be ranked; train it again or leave it "
+                f"out with exclude='{self.path}'."
             )
-        shapes.append(values.shape)
-        has_zeros.append(zero)
-    return shapes, has_zeros
+        bad = sum(scores for _, _, scores in found)
+        if bad:
+            raise NonFiniteError(
+                f"The criterion '{self.criterion.name}' gave {bad} NaN or infinite scores for '{self.path}'; use "
+                f"another criterion or leave the weight out with exclude='{self.path}'."
+            )
 
+    def _look(self) -> tuple[Callable[[Any], np.ndarray], Callable[[Any], np.ndarray]]:
+        """Two functions from flat positions: to values, and to what the criterion says of them."""
+        values = self.values()
+        flat = values.reshape(-1)
+        if self.criterion.elementwise:
+            return lambda at: _wide(flat[at]), lambda at: self._score(_wide(flat[at]))
+        scores = self._score(_wide(values)).reshape(-1)
+        return lambda at: flat[at], lambda at: scores[at]
 
-def _scores(
-    path: str,
-    weight: Callable[[], np.ndarray],
-    criterion: Criterion,
-    earlier: np.ndarray | None,
-    seed: int,
-    has_zeros: bool,
-) -> Callable[[], np.ndarray]:
-    """Scores of one weight, with what is dropped or zero already below all others."""
-
-    def scores() -> np.ndarray:
-        values = weight()
-        result = criterion.score(values, Evidence(path, seed))
-        if result.shape != values.shape or not np.issubdtype(result.dtype, np.floating):
+    def _score(self, values: np.ndarray) -> np.ndarray:
+        scores = self.criterion.score(values, self.evidence)
+        if scores.shape != values.shape or not np.issubdtype(scores.dtype, np.floating):
             raise ArgumentError(
-                f"The criterion '{criterion.name}' gave scores of shape {result.shape} and dtype {result.dtype} for "
-                f"'{path}'; they must be floating and of the weight's shape {values.shape}."
+                f"The criterion '{self.criterion.name}' gave scores of shape {scores.shape} and dtype {scores.dtype} "
+                f"for '{self.path}'; they must be floating and of the shape {values.shape} that it was given."
             )
-        if has_zeros:
-            # What is zero already is counted first, whatever the criterion says of it.
-            result = np.where(values == 0, result.dtype.type(np.finfo(result.dtype).min), result)
-        if earlier is not None and not earlier.all():
-            result = np.where(earlier, result, result.dtype.type(-np.inf))
-        return result
+        return scores
 
-    return scores
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    """NumPy is slow with half floats and knows bfloat16 only by hearsay."""
+    return values if values.dtype.itemsize >= 4 else values.astype(np.float32)
+
+
+def _not_finite(values: np.ndarray) -> int:
+    finite = np.isfinite(values)
+    return 0 if finite.all() else values.size - int(np.count_nonzero(finite))
