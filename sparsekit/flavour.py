@@ -190,6 +190,15 @@ class Flavour:
             return self.keras.optimizers.LossScaleOptimizer(optimizer)
         return self.keras.mixed_precision.LossScaleOptimizer(optimizer)
 
+    def load_keras(self, path: Any, custom_objects: dict[str, Any] | None, safe: bool, budget: int) -> Any:
+        """Open a .keras file with this Keras' own loader.
+
+        Raises:
+            MemoryError: once its layers ask for more than `budget` weights.
+        """
+        with _weight_budget(self.keras.layers.Layer, budget):
+            return self.keras.models.load_model(path, custom_objects=custom_objects, safe_mode=safe)
+
     def saved_weights(self, layer: Any) -> list[Any]:
         """A layer's variables in the order in which an .h5 file holds them."""
         return [*layer.trainable_weights, *layer.non_trainable_weights]

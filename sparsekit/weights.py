@@ -190,6 +190,11 @@ def prunable_weights(model: Any) -> list[WeightRef]:
     return survey(model)[0]
 
 
+def is_kernel(role: str) -> bool:
+    """Whether a variable of this name is more than a bias, scale or statistic."""
+    return not any(role == name or role.endswith("_" + name) for name in _NOT_KERNELS)
+
+
 def _reason(
     ref: WeightRef, trainable: set[str], includes: Sequence[Selector], excludes: Sequence[Selector]
 ) -> str | None:
@@ -201,7 +206,7 @@ def _reason(
         return "not trainable"
     if ref.size == 0:
         return "empty"
-    if not named and any(ref.role == name or ref.role.endswith("_" + name) for name in _NOT_KERNELS):
+    if not named and not is_kernel(ref.role):
         return "bias, scale or statistic"
     if not named and len(ref.shape) < 2:
         return "vector"

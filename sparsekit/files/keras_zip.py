@@ -4,38 +4,60 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from ..errors import FileError
+from .h5 import array, guarded
 from .masks_group import MEMBER, unpacked
-from .stored import StoredMasks
+from .stored import StoredArray, StoredMasks, StoredModel
+
+_DAMAGED = (zipfile.BadZipFile, OSError, ValueError, RecursionError, EOFError, NotImplementedError, MemoryError)
+# Deflate reaches about 1000 on constant data; more is a bomb.
+_MAX_RATIO = 1100
 
 
-def read_json(path: Path, member: str) -> dict[str, Any]:
+def member(path: Path, name: str) -> bytes:
+    """One member of the zip.
+
+    Raises:
+        FileError: if it is missing, damaged or far larger than the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            info = archive.getinfo(name)
+            if info.file_size > _MAX_RATIO * max(path.stat().st_size, 1):
+                raise FileError(f"'{name}' in '{path}' claims {info.file_size:,} bytes; the file is damaged.")
+            return archive.read(info)
+    except KeyError as error:
+        raise FileError(f"'{path}' is a zip file without '{name}', so no .keras file.") from error
+    except FileError:
+        raise
+    except Exception as error:
+        # zlib and the zip reader have errors of their own that share no base.
+        raise FileError(f"'{path}' is a damaged .keras file; get the file again from where it came.") from error
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
     """A JSON member of the zip.
 
     Raises:
         FileError: if it is missing or damaged.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            found = json.loads(archive.read(member))
-    except KeyError as error:
-        raise FileError(f"'{path}' is a zip file without '{member}', so no .keras file.") from error
-    except (zipfile.BadZipFile, OSError, ValueError, RecursionError, EOFError, NotImplementedError) as error:
-        raise FileError(f"'{path}' is a damaged .keras file; get the file again from where it came.") from error
+        found = json.loads(member(path, name))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"'{name}' in '{path}' is no valid JSON; the file is damaged.") from error
     if not isinstance(found, dict):
-        raise FileError(f"'{member}' in '{path}' is no dictionary; the file is damaged.")
+        raise FileError(f"'{name}' in '{path}' is no dictionary; the file is damaged.")
     return found
-
-
-def keras_version(path: Path) -> str:
-    """Version of the Keras that wrote the file."""
-    return str(read_json(path, "metadata.json").get("keras_version", ""))
 
 
 def read_masks(path: Path) -> StoredMasks | None:
@@ -43,5 +65,48 @@ def read_masks(path: Path) -> StoredMasks | None:
     with zipfile.ZipFile(path) as archive:
         if MEMBER not in archive.namelist():
             return None
-        with np.load(io.BytesIO(archive.read(MEMBER)), allow_pickle=False) as arrays:
+    try:
+        with np.load(io.BytesIO(member(path, MEMBER)), allow_pickle=False) as arrays:
             return unpacked(lambda name: arrays[name], path)
+    except _DAMAGED as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"The masks in '{path}' are damaged.") from error
+
+
+def as_stored(path: Path) -> StoredModel:
+    """What a .keras file holds. Its weights are named by their place in the model's objects, not by layers.
+
+    Raises:
+        FileError: if it is damaged.
+    """
+    config = read_json(path, "config.json")
+    version = str(read_json(path, "metadata.json").get("keras_version", ""))
+    if not re.match(r"\d+\.", version):
+        raise FileError(f"'{path}' does not say which Keras wrote it; the file is damaged.")
+    arrays: list[StoredArray] = []
+    optimizer: list[StoredArray] = []
+    weights = io.BytesIO(member(path, "model.weights.h5"))
+    with guarded(path), h5py.File(weights, "r") as file:
+        names: list[str] = []
+        file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        for name in names:
+            one = array(file, name, path)
+            values = one.read()
+            (optimizer if name.startswith("optimizer/") else arrays).append(
+                StoredArray(name, one.shape, lambda values=values: values)
+            )
+    training = config.get("compile_config")
+    training = dict(training) if isinstance(training, dict) else None
+    if training is not None:
+        training["optimizer_config"] = training.pop("optimizer", None)
+    return StoredModel(
+        format="keras",
+        keras_version=version,
+        config=config,
+        training_config=training,
+        layers=[("", arrays)] if arrays else [],
+        top_level=[],
+        optimizer=optimizer,
+        masks=read_masks(path),
+    )

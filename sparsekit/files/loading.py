@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -16,8 +18,8 @@ from ..weights import all_weights
 from .compiling import compile_as_stored
 from .equivalence import same_predictions
 from .h5 import opened, read_h5
-from .keras_zip import keras_version, read_masks
-from .rebuild import build, put_weights
+from .keras_zip import as_stored, read_masks
+from .rebuild import SLACK, build, put_weights, why_not_built
 from .repairs import repair
 from .safety import check_known, check_safe
 from .stored import StoredMasks, StoredModel
@@ -55,7 +57,13 @@ def load(
     if flavour is not None and flavour not in NAMES:
         raise ArgumentError(f"flavour={flavour!r} is not known; give 'keras' (Keras 3) or 'tf_keras'.")
     if sniff(path) == "keras":
-        return _load_keras(path, custom_objects, flavour, safe)
+        if model is not None:
+            raise FileError(f"'{path}' holds a whole model; leave model= out.")
+        loaded = _load_keras(path, custom_objects, flavour, safe)
+        masks = read_masks(path)
+        if masks is not None:
+            restore_masks(loaded, masks, path)
+        return loaded
     with opened(path) as file:
         stored = read_h5(file, path)
         if model is not None:
@@ -182,14 +190,35 @@ def _fill(model: Any, stored: StoredModel, path: Path) -> Any:
     return built
 
 
-def _load_keras(path: Path, custom_objects: dict[str, Any] | None, flavour: str | None, safe: bool) -> Any:
-    version = keras_version(path)
-    chosen = get(flavour or ("keras" if version.startswith("3") else "tf_keras"))
-    loaded = chosen.keras.models.load_model(path, custom_objects=custom_objects, safe_mode=safe)
-    masks = read_masks(path)
-    if masks is not None:
-        restore_masks(loaded, masks, path)
-    return loaded
+def _load_keras(
+    path: Path, custom_objects: dict[str, Any] | None, flavour: str | None, safe: bool
+) -> Any:
+    """Open a .keras file with the loader of the Keras that wrote it."""
+    stored = as_stored(path)
+    if safe:
+        check_safe(stored.config, path)
+    own = get("keras" if stored.major == 3 else "tf_keras")
+    if stored.major > 3 or (flavour is not None and flavour != own.name):
+        raise FileError(
+            f"'{path}' was written by Keras {stored.keras_version}; "
+            + (
+                "sparsekit opens files up to Keras 3."
+                if stored.major > 3
+                else f"a .keras file opens in its own Keras only: leave flavour out, or give {own.name!r}."
+            )
+        )
+    check_known(stored.config, [own], custom_objects, path)
+    limit = 2 * stored.size + SLACK
+    try:
+        # Keras looks at the ending of the name.
+        if path.suffix == ".keras":
+            return own.load_keras(path, custom_objects, safe, limit)
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "model.keras"
+            shutil.copyfile(path, copy)
+            return own.load_keras(copy, custom_objects, safe, limit)
+    except Exception as error:
+        raise FileError(why_not_built(error, own, path)) from error
 
 
 def restore_masks(model: Any, stored: StoredMasks, path: Path) -> None:

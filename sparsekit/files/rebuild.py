@@ -11,7 +11,7 @@ from .repairs import plain_name
 from .stored import StoredArray, StoredModel
 
 # Weights that are in no file (seeds of random layers) come on top of those that are.
-_SLACK = 100_000
+SLACK = 100_000
 
 
 def build(
@@ -36,7 +36,7 @@ def build(
         FileError: if this Keras cannot build it, or if the weights in the file do not fit.
     """
     try:
-        model = flavour.model_from_config(config, custom_objects or {}, 2 * stored.size + _SLACK, safe)
+        model = flavour.model_from_config(config, custom_objects or {}, 2 * stored.size + SLACK, safe)
     except MemoryError as error:
         raise FileError(
             f"The layers in the config of '{path}' need far more weights than the file holds; the file is damaged."

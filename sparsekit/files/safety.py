@@ -89,9 +89,12 @@ def check_known(
         if isinstance(module, str) and module != "builtins" and not _KERAS_MODULES.fullmatch(module):
             if not known(kind, entry.get("registered_name"), ()):
                 missing.setdefault(kind, "object")
-        elif kind == "function" and isinstance(entry.get("config"), str):
-            if not known(entry["config"], entry.get("registered_name"), ("activations", "losses", "metrics", "ops")):
-                missing.setdefault(entry["config"], "function")
+        elif (
+            kind == "function"
+            and isinstance(entry.get("config"), str)
+            and not known(entry["config"], entry.get("registered_name"), ("activations", "losses", "metrics", "ops"))
+        ):
+            missing.setdefault(entry["config"], "function")
     if missing:
         listed = ", ".join(f"{what} '{name}'" for name, what in missing.items())
         given = ", ".join(f"'{name}': {name if name.isidentifier() else '...'}" for name in missing)
