@@ -188,6 +188,9 @@ def _opening(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--flavour", choices=("keras", "tf_keras"), help="open with Keras 3 or tf_keras (default: decided by the file)"
     )
+    group.add_argument(
+        "--model", metavar="MODULE:NAME", help="for a file of weights only: a function of yours that builds the model"
+    )
     group.add_argument("--unsafe", action="store_true", help="allow a file that brings Python code along; it is run")
     group.add_argument(
         "--custom-objects",

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from . import console as show
 from . import data as feeding
+from . import onednn
 from .errors import ArgumentError, FileError, OutputError
 
 
@@ -65,10 +66,10 @@ def comparison_rows(stages: list[Snapshot]) -> dict[str, list[str]]:
     from .reports.report import percent
 
     rows = {
-        "sparsity of the prunable weights": [percent(stage.report.sparsity) for stage in stages],
+        "zeros in prunable weights": [percent(stage.report.overall_sparsity) for stage in stages],
         "non-zero values": [f"{stage.report.nonzero:,}" for stage in stages],
         "all values": [f"{stage.report.parameters:,}" for stage in stages],
-        "zeros that came back": [
+        "violations (zeros that came back)": [
             "" if stage.report.status == "no masks" else f"{stage.report.violations:,}" for stage in stages
         ],
     }
@@ -81,6 +82,7 @@ def comparison_rows(stages: list[Snapshot]) -> dict[str, list[str]]:
 
 def _prune(args: argparse.Namespace, console: Console) -> int:
     from_data = _check_places(args)
+    _avoid_crash(args, console)
     show.import_tensorflow(args.debug)
     from .api import prune, report
 
@@ -113,6 +115,7 @@ def _prune(args: argparse.Namespace, console: Console) -> int:
 
 def _retrain(args: argparse.Namespace, console: Console) -> int:
     from_data = _check_places(args)
+    _avoid_crash(args, console)
     show.import_tensorflow(args.debug)
     from .api import freeze, masks_of, report
 
@@ -226,6 +229,12 @@ def _check_input(args: argparse.Namespace) -> None:
         raise FileError(f"'{path}' is a folder; give a model file: .h5, .hdf5 or .keras.")
 
 
+def _avoid_crash(args: argparse.Namespace, console: Console) -> None:
+    note = onednn.avoid_crash(Path(args.input)) if args.data is not None else None
+    if note is not None:
+        console.print(f"note: {note}", markup=False)
+
+
 def _open(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
     from .files import load
     from .flavour import flavour_of
@@ -240,7 +249,13 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
                 "of name -> class or function."
             )
     with show.step(console, f"open {args.input}"):
-        model = load(args.input, custom_objects=custom, flavour=args.flavour, safe=not args.unsafe)
+        model = load(
+            args.input,
+            custom_objects=custom,
+            flavour=args.flavour,
+            safe=not args.unsafe,
+            model=None if args.model is None else feeding.call_or_take(args.model),
+        )
     return model, flavour_of(model)
 
 

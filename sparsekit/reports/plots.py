@@ -45,9 +45,7 @@ def write_plots(model: Any, folder: str | Path) -> list[Path]:
             figure.savefig(folder / name, dpi=110)
             written.append(folder / name)
     except OSError as error:
-        raise FileError(
-            f"'{folder}' cannot be written ({error.strerror}); give a folder that can."
-        ) from error
+        raise FileError(f"'{folder}' cannot be written ({error.strerror}); give a folder that can.") from error
     return written
 
 
@@ -102,9 +100,7 @@ def draw_zeros(kind: str, refs: list[WeightRef]) -> Any:
             share, cmap="Blues", vmin=0, vmax=brightest, extent=extent, aspect="auto", interpolation="nearest"
         )
         zeros = 1 - np.count_nonzero(weight) / weight.size
-        axes.set_title(
-            f"{_short(ref.path)}\n{'×'.join(map(str, ref.shape))}, {100 * zeros:.1f} % zeros", fontsize=10
-        )
+        axes.set_title(f"{_short(ref.path)}\n{'×'.join(map(str, ref.shape))}, {100 * zeros:.1f} % zeros", fontsize=10)
         axes.set_xlabel("output")
         axes.set_ylabel("input" if weight.ndim == 2 else "position and input")
         if index == len(shown) - 1:

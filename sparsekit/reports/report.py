@@ -96,6 +96,13 @@ class Report:
         return self.zeros / self.size if self.size else 0.0
 
     @property
+    def overall_sparsity(self) -> float:
+        """Fraction of exact zeros in all weights that have a mask or could have one, in [0, 1]."""
+        rows = [row for row in self.rows if row.status != SKIPPED]
+        size = sum(row.size for row in rows)
+        return sum(row.zeros for row in rows) / size if size else 0.0
+
+    @property
     def violations(self) -> int:
         """Number of positions in the whole model that a mask holds at zero and that are not zero."""
         return sum(row.violations for row in self.rows)
@@ -142,17 +149,16 @@ class Report:
             write_text(path, buffer.getvalue())
         return buffer.getvalue()
 
-    def table(self) -> Table:
-        """The weights that can be pruned, and the totals, for a caller's own rich console."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        table.add_column("weight", overflow="fold")
-        for name in ("shape", "size", "target", "sparsity", "violations"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("status")
+    def table(self, width: int = 160) -> Table:
+        """The weights that can be pruned, and the totals, for a caller's own rich console.
+
+        Args:
+            width: characters in a line; a path too long for what the numbers leave is broken at a slash.
+        """
         masked = self._with(PRUNED)
-        for row in (*masked, *self._with(NO_MASK)):
-            table.add_row(
-                Text(row.path),
+        cells = [
+            (
+                row.path,
                 "x".join(map(str, row.shape)),
                 f"{row.size:,}",
                 "" if row.target is None else percent(row.target),
@@ -160,10 +166,21 @@ class Report:
                 f"{row.violations:,}" if row.status == PRUNED else "",
                 row.status,
             )
-        table.add_section()
+            for row in (*masked, *self._with(NO_MASK))
+        ]
         total = f"{self.violations:,}" if masked else ""
         what = "all pruned" if masked else "all prunable"
-        table.add_row(what, "", f"{self.size:,}", "", percent(self.sparsity), total, self.status)
+        last = (what, "", f"{self.size:,}", "", percent(self.sparsity), total, self.status)
+        names = ("weight", "shape", "size", "target", "sparsity", "violations", "status")
+        taken = sum(max(map(len, column)) + 2 for column in list(zip(names, last, *cells, strict=True))[1:])
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        for name in names:
+            numeric = name not in ("weight", "status")
+            table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        for path, *rest in cells:
+            table.add_row(Text(_broken(path, width - taken)), *rest)
+        table.add_section()
+        table.add_row(*last)
         return table
 
     def notes(self) -> list[str]:
@@ -184,7 +201,9 @@ class Report:
         return f"{text}, {self.violations:,} VIOLATIONS" if self.violations else f"{text}, no violations"
 
     def __str__(self) -> str:
-        return "\n".join((f"{self.model}: {self._headline()}", "", plain(self.table()), "", *self.notes()))
+        # A terminal sets the width; a file or a pipe takes all it needs.
+        width = max(80, shutil.get_terminal_size(fallback=(160, 24)).columns)
+        return "\n".join((f"{self.model}: {self._headline()}", "", plain(self.table(width), width), "", *self.notes()))
 
     __repr__ = __str__
 
@@ -212,7 +231,7 @@ def build_report(model: Any) -> Report:
         elif ref.path in reasons:
             status, reason = SKIPPED, reasons[ref.path]
         else:
-            status, reason = NO_MASK, "left out of the prune" if len(frozen) else ""
+            status, reason = NO_MASK, frozen.notes.get(ref.path, "left out of the prune" if len(frozen) else "")
         rows.append(
             WeightReport(
                 path=ref.path,
@@ -246,12 +265,21 @@ def percent(fraction: float) -> str:
     return f"{text} %"
 
 
-def plain(table: Table) -> str:
-    """Text of a rich table as wide as the terminal, or as wide as it needs where there is none; no colour codes."""
-    width = shutil.get_terminal_size(fallback=(160, 24)).columns
+def plain(table: Table, width: int) -> str:
+    """Text of a rich table without colour codes."""
     buffer = io.StringIO()
-    Console(file=buffer, width=max(width, 80), color_system=None, force_terminal=False).print(table)
+    Console(file=buffer, width=width, color_system=None, force_terminal=False).print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
+
+
+def _broken(path: str, width: int) -> str:
+    """A path on as few lines of this width as its slashes allow."""
+    lines = [""]
+    for part in path.replace("/", "/\0").split("\0"):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
