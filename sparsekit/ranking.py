@@ -91,7 +91,7 @@ class Scores:
         return sum(less for less, _ in found), sum(equal for _, equal in found)
 
     def keep(self, cut: Cut) -> np.ndarray:
-        """Flat bool array, True = keep, with exactly `cut.count` times False."""
+        """Flat read-only bool array, True = keep, with exactly `cut.count` times False."""
         keep = np.empty(self.size, dtype=np.bool_)
         look = self.open()
 
@@ -106,6 +106,8 @@ class Scores:
             if equal > ties:
                 keep[at][np.flatnonzero(look(at) == cut.threshold)[ties:]] = True
             start, ties = at.stop, max(0, ties - equal)
+        # Constant, so that a Mask need not copy it.
+        keep.flags.writeable = False
         return keep
 
 

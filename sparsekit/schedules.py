@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from .errors import ArgumentError
@@ -36,6 +37,11 @@ class Schedule(ABC):
     frequency: int = 100
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind, words = (int, "a whole number") if isinstance(field.default, int) else (float, "a number")
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral if kind is int else numbers.Real):
+                raise ArgumentError(f"{field.name}={value!r} must be {words}, for example {field.default}.")
         if not 0.0 <= self.initial_sparsity <= self.final_sparsity < 1.0:
             raise ArgumentError(
                 f"A schedule needs 0 <= initial_sparsity <= final_sparsity < 1; "
