@@ -44,8 +44,13 @@ class Objective:
         return given is not None or type(model).compute_loss is not self._flavour.keras.Model.compute_loss
 
     def measure(self, batch: Batch) -> tuple[tf.Tensor, dict[str, Any]]:
-        """Loss of a batch (this replica's share, float32 scalar) and the logs after it has been counted in."""
+        """Loss of a batch (this replica's share, float32 scalar) and the logs after it has been counted in.
+
+        Without data there is no pass: the loss is NaN and the logs are empty.
+        """
         x, y, sample_weight = batch
+        if x is None:
+            return tf.constant(float("nan")), {}
         model = self._model
         y_pred = self._predict(x)
         if not self.has_loss:
@@ -79,7 +84,7 @@ class Objective:
 
     def build(self, batch: Batch) -> None:
         """Create the variables of the metrics, which Keras 3 makes on the first batch of fit."""
-        if self.compiled and self._flavour.is_keras3:
+        if self.compiled and self._flavour.is_keras3 and batch[0] is not None:
             self._model._symbolic_build(data_batch=batch)
 
     def _predict(self, x: Any) -> Any:

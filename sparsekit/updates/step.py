@@ -30,6 +30,7 @@ class Trial:
         seed: the user's seed.
         measure: runs a forward pass and returns `(loss, logs)`.
         counters: variables that a pass on trial must not change.
+        counts: whether `measure` counts in the logs; otherwise it is a pass on trial, too.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Trial:
         seed: int,
         measure: Callable[[], tuple[tf.Tensor, dict[str, Any]]],
         counters: list[Any],
+        counts: bool = True,
     ) -> None:
         self.targets = targets
         self.step = step
@@ -46,9 +48,12 @@ class Trial:
         self._seed = seed
         self._measure = measure
         self._counters = counters
+        self._counts = counts
 
     def measure(self) -> tf.Tensor:
         """Forward pass at the weights as they are now: the loss, float32 scalar. It counts in the logs."""
+        if not self._counts:
+            return self.score()
         loss, self.logs = self._measure()
         return loss
 
@@ -93,6 +98,7 @@ class UpdateStep:
         seed: int = 0,
         loss: Any = None,
         training: bool = False,
+        counts: bool = True,
     ) -> None:
         if masks not in MASKS:
             raise ArgumentError(f"masks={masks!r} is not known; give one of {', '.join(MASKS)}.")
@@ -111,6 +117,9 @@ class UpdateStep:
         strategy = getattr(native(self.targets[0].ref.variable), "distribute_strategy", None)
         self._strategy = strategy or tf.distribute.get_strategy()
         self._seed = seed
+        self._counts = counts
+        # The noise op leaves a masked position as it is, and so must find it at zero.
+        frozen_masks(model).apply()
         with self._strategy.scope():
             self._count = tf.Variable(
                 0, dtype=tf.int64, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -160,6 +169,7 @@ class UpdateStep:
             self._seed,
             lambda: self._measure(batch),
             self.objective.counters(),
+            self._counts,
         )
         self.rule.apply(trial, self._state)
         count.assign_add(1)
@@ -168,8 +178,8 @@ class UpdateStep:
     def _everywhere(self, data: Batch) -> Any:
         return self._strategy.run(self.train_step, args=(data,))
 
-    def __call__(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
-        """Move the weights by one batch.
+    def __call__(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
+        """Move the weights by one batch; without data a rule that compares no losses just moves them.
 
         Returns:
             The model's logs as scalar tensors: the loss and metrics since the last `model.reset_metrics()`.
@@ -260,9 +270,7 @@ def fit_with_update(
         raise ArgumentError(
             f"The model '{model.name}' is not compiled; call model.compile(loss=...) first (no optimizer is needed)."
         )
-    step = update_step(
-        model, rule, include=include, exclude=exclude, masks=masks, seed=seed, training=training
-    )
+    step = update_step(model, rule, include=include, exclude=exclude, masks=masks, seed=seed, training=training)
     arguments = (
         dict(zip(("x", "y", "sample_weight"), data, strict=False)) if isinstance(data, tuple) else {"x": data}
     )

@@ -1,0 +1,84 @@
+"""Least squares on a given support. NumPy only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+
+
+def solve_on_support(
+    gram: np.ndarray,
+    residual: np.ndarray,
+    support: np.ndarray,
+    ridge: float,
+    iterations: int = 100,
+    tolerance: float = 1e-4,
+) -> np.ndarray:
+    """The change D of a matrix, on its support, that minimises `|X D - E|^2 + ridge * mean(diag(X'X)) * |D|^2`.
+
+    Every column is its own problem with its own support; conjugate gradients run on all of them together.
+
+    Args:
+        gram: X'X, (in, in).
+        residual: X'E, (in, out): what the outputs lack.
+        support: bool (in, out), True where D may differ from zero.
+        ridge: weight of the pull towards no change, relative to the mean of the diagonal.
+        iterations: at most so many.
+        tolerance: stop when no column's residual is larger than this fraction of its first one.
+
+    Returns:
+        D, (in, out), exactly zero off the support.
+    """
+    diagonal = np.diagonal(gram)
+    damping = ridge * max(float(diagonal.mean()), np.finfo(np.float32).tiny)
+    scale = 1.0 / (diagonal + damping)[:, None]
+    solution = np.zeros_like(residual)
+    rest = np.where(support, residual, 0.0)
+    first = np.linalg.norm(rest, axis=0)
+    direction = scale * rest
+    energy = np.sum(rest * direction, axis=0)
+    for _ in range(iterations):
+        if not np.any(np.linalg.norm(rest, axis=0) > tolerance * first):
+            break
+        image = np.where(support, gram @ direction + damping * direction, 0.0)
+        curvature = np.sum(direction * image, axis=0)
+        length = np.divide(energy, curvature, out=np.zeros_like(energy), where=curvature > 0)
+        solution += length * direction
+        rest -= length * image
+        conditioned = scale * rest
+        following = np.sum(rest * conditioned, axis=0)
+        direction = conditioned + np.divide(following, energy, out=np.zeros_like(energy), where=energy > 0) * direction
+        energy = following
+    return solution
+
+
+def error_change(gram: np.ndarray, residual: np.ndarray, change: np.ndarray) -> float:
+    """`|X D - E|^2 - |E|^2` for a change D."""
+    return float(np.sum(change * (gram @ change)) - 2.0 * np.sum(change * residual))
+
+
+def solve_with_held_out(
+    grams: tuple[np.ndarray, np.ndarray], residuals: tuple[np.ndarray, np.ndarray], support: np.ndarray
+) -> np.ndarray | None:
+    """The change from all samples, with the ridge under which one half of them predicts the other best.
+
+    Args:
+        grams: X'X of both halves.
+        residuals: X'E of both halves.
+        support: as in `solve_on_support`.
+
+    Returns:
+        D, or None if no ridge makes an improvement that holds on the other half.
+    """
+    best, found = 0.0, None
+    for ridge in RIDGES:
+        gain = 0.0
+        for here, there in ((0, 1), (1, 0)):
+            change = solve_on_support(grams[here], residuals[here], support, ridge)
+            gain += error_change(grams[there], residuals[there], change)
+        if gain < best:
+            best, found = gain, ridge
+    if found is None:
+        return None
+    return solve_on_support(grams[0] + grams[1], residuals[0] + residuals[1], support, found)

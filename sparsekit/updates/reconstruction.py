@@ -1,0 +1,448 @@
+"""Restore the outputs of pruned layers from a few unlabelled samples, without training."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..errors import ArgumentError
+from ..flavour import Flavour, flavour_of, key_of, native
+from ..frozen import frozen_masks
+from ..weights import Selector, all_weights, read, survey
+from .capture import Tap, Values, input_batches
+from .least_squares import solve_with_held_out
+from .linear import LinearLayer, linear_layer
+from .step import alone
+
+_WIDEST = 8192  # inputs of a kernel: the normal equations take the square of that
+_STEPS = (1.0, 0.5, 0.25)  # parts of a change that are tried until one lowers the error after the activation
+_DENSE: weakref.WeakKeyDictionary[Any, dict[str, np.ndarray]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What became of one layer.
+
+    Args:
+        path: path of its kernel, or of a BatchNormalization's moving mean.
+        status: "changed", "kept" (no change lowered the error) or "skipped".
+        error_before: squared distance of its output from the dense model's over the calibration data, relative to the
+            dense output's size, before; None if it was not measured.
+        error_after: the same afterwards; never larger than before.
+        reason: why it was kept or skipped.
+    """
+
+    path: str
+    status: str
+    error_before: float | None = None
+    error_after: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What `reconstruct` did, a row for each layer in the order in which they run."""
+
+    rows: tuple[LayerResult, ...]
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Paths of the layers that were changed."""
+        return tuple(row.path for row in self.rows if row.status == "changed")
+
+    def __str__(self) -> str:
+        width = max([len(row.path) for row in self.rows] + [4])
+        lines = [f"{'path':<{width}}  status   error before     after"]
+        for row in self.rows:
+            errors = "" if row.error_before is None else f"{row.error_before:12.3e} {row.error_after:9.3e}"
+            lines.append(f"{row.path:<{width}}  {row.status:<8} {errors or ' ' * 22}  {row.reason}".rstrip())
+        return "\n".join(lines)
+
+
+def remember_dense(model: Any) -> None:
+    """Keep a copy of a model's weights as what `reconstruct` restores; an earlier copy stays.
+
+    The copy lives as long as the model, or until `forget_dense`.
+    """
+    if model not in _DENSE:
+        refs = [ref for ref in all_weights(model) if tf.as_dtype(ref.variable.dtype).is_floating]
+        _DENSE[model] = {ref.path: np.array(ref.numpy()) for ref in refs}
+
+
+def forget_dense(model: Any) -> None:
+    """Let go of the copy: after training the old outputs are no longer what the model should give."""
+    _DENSE.pop(model, None)
+
+
+def reconstruct(
+    model: Any,
+    data: Any,
+    *,
+    reference: Any = None,
+    include: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] | None = None,
+    samples: int = 512,
+    batch_size: int = 64,
+    bias: bool = True,
+    batch_norm: bool = True,
+    seed: int = 0,
+) -> Reconstruction:
+    """Change the kept weights of a pruned model so that each layer's output is again what the dense model's was.
+
+    Layer by layer in running order, by least squares on the kept positions, from the inputs that the layer gets in the
+    pruned model to the outputs that it gave in the dense one. No labels, no gradients, no training; zeros stay zero.
+    Half of the samples decides how far the other half may be trusted (ridge). Where a change would raise a layer's
+    output error it is shortened or left out. The second-order ancestor of this is Hassibi, Stork (1992), "Second Order
+    Derivatives for Network Pruning: Optimal Brain Surgeon"; layer-wise from calibration data: He, Zhang, Sun (2017),
+    "Channel Pruning for Accelerating Very Deep Neural Networks", and Frantar, Alistarh (2022), "Optimal Brain
+    Compression". Biases are corrected in the same solution. BatchNormalization gets the statistics under which its
+    output has the dense model's mean and variance: Jordan, Sedghi, Saukh, Entezari, Neyshabur (2022), "REPAIR:
+    REnormalizing Permuted Activations for Interpolation Repair".
+
+    Args:
+        model: a pruned model with Dense, Conv1D, Conv2D or EinsumDense layers; others are left as they are.
+        data: unlabelled samples as fit takes them: arrays, `(x, y)` (y is not used), a tf.data.Dataset, a generator.
+        reference: the dense model, its `get_weights()`, or a mapping of weight paths to arrays. None takes the weights
+            that the model had before `prune`.
+        include: change only kernels that match: path globs, layer classes, or functions of a `WeightRef`.
+        exclude: the same forms; leave these alone.
+        samples: number of samples to take from `data`.
+        batch_size: samples at a time; memory grows with it.
+        bias: correct trainable biases, too.
+        batch_norm: re-estimate the moving statistics of BatchNormalization.
+        seed: of the choice of places where an image has more of them than are needed.
+
+    Returns:
+        A `Reconstruction`: a row for each layer with its output error before and after.
+
+    Raises:
+        ArgumentError: if the dense weights are not known, or the data or reference do not fit.
+    """
+    for name, number in (("samples", samples), ("batch_size", batch_size)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ArgumentError(f"{name}={number!r} must be a whole number >= 1.")
+    flavour = flavour_of(model)
+    if reference is None:
+        reference = _DENSE.get(model)
+        if reference is None:
+            raise ArgumentError(
+                f"The dense weights of '{model.name}' are not known (it was not pruned here, or was trained since); "
+                "pass reference= the dense model or its get_weights() from before the prune."
+            )
+    dense = Values.of(model, reference)
+    batches = input_batches(data, samples, batch_size)
+    with alone(model):
+        frozen_masks(model).apply()
+        work = _Work(flavour, model, dense, batches, bias, batch_norm, seed)
+        return work.run({ref.key for ref in survey(model, include, exclude)[0]})
+
+
+class _Work:
+    """One run of `reconstruct`."""
+
+    def __init__(
+        self,
+        flavour: Flavour,
+        model: Any,
+        dense: Values,
+        batches: list[Any],
+        bias: bool,
+        batch_norm: bool,
+        seed: int,
+    ) -> None:
+        self._flavour = flavour
+        self._model = model
+        self._dense = dense
+        self._batches = batches
+        self._bias = bias
+        self._batch_norm = batch_norm
+        self._seed = seed
+
+    def run(self, selected: set[str]) -> Reconstruction:
+        skipped, parts = [], []
+        for ref in all_weights(self._model):
+            if ref.key not in selected:
+                continue
+            view = linear_layer(self._flavour, ref)
+            reason = view if isinstance(view, str) else self._obstacle(view)
+            if reason is None:
+                parts.append(_Kernel(view, self._support(view), self._bias))
+            else:
+                skipped.append(LayerResult(ref.path, "skipped", reason=reason))
+        if self._batch_norm:
+            parts += self._normalizations()
+        parts, lost = self._in_running_order(parts)
+        before = self._errors(parts)
+        for part in parts:
+            self._improve(part)
+        after = self._checked(parts, before)
+        rows = []
+        for part in parts:
+            status = "changed" if part.changed else "kept"
+            reason = "" if part.changed else "no change lowers the error"
+            rows.append(LayerResult(part.path, status, before[part.path], after[part.path], reason))
+        return Reconstruction((*rows, *skipped, *lost))
+
+    def _obstacle(self, view: LinearLayer) -> str | None:
+        support = self._support(view)
+        if support.all():
+            return "not pruned"
+        if not support.any():
+            return "no weight is kept"
+        if support.shape[0] >= _WIDEST:
+            return f"{support.shape[0]} inputs; least squares takes up to {_WIDEST}"
+        return None
+
+    def _support(self, view: LinearLayer) -> np.ndarray:
+        mask = frozen_masks(self._model).get(view.ref.variable)
+        return view.matrix(view.ref.numpy() != 0 if mask is None else read(mask.keep))
+
+    def _normalizations(self) -> list[_Normalization]:
+        kind = self._flavour.keras.layers.BatchNormalization
+        layers = [layer for layer in self._flavour.layers(self._model) if isinstance(layer, kind)]
+        paths = {ref.key: ref.path for ref in all_weights(self._model)}
+        return [_Normalization(layer, paths[key_of(layer.moving_mean)]) for layer in layers if layer.trainable]
+
+    def _in_running_order(self, parts: list[Any]) -> tuple[list[Any], list[LayerResult]]:
+        """Parts by the first call of their layers, and those that cannot be listened to."""
+        calls = Tap(self._flavour, self._model, [part.layer for part in parts]).run(self._batches[0])
+        order = list(calls)
+        found, lost = [], []
+        for part in parts:
+            seen = calls.get(id(part.layer))
+            if not seen:
+                reason = "not called" if seen is None else "runs inside a loop of another layer"
+                lost.append(LayerResult(part.path, "skipped", reason=reason))
+            elif not part.understands(*seen[0]):
+                lost.append(LayerResult(part.path, "skipped", reason="computes something of its own"))
+            else:
+                found.append(part)
+        return sorted(found, key=lambda part: order.index(id(part.layer))), lost
+
+    def _pairs(self, parts: list[Any]) -> Any:
+        """For each batch: the calls of the layers in the dense model and in the model as it is."""
+        tap = Tap(self._flavour, self._model, [part.layer for part in parts])
+        for batch in self._batches:
+            with self._dense.inside():
+                target = tap.run(batch)
+            yield target, tap.run(batch)
+
+    def _errors(self, parts: list[Any]) -> dict[str, float]:
+        """Relative squared error of each layer's output in the model as it is."""
+        wrong, size = dict.fromkeys([p.path for p in parts], 0.0), dict.fromkeys([p.path for p in parts], 0.0)
+        for target, current in self._pairs(parts):
+            for part in parts:
+                for (_, wanted), (_, given) in zip(target[id(part.layer)], current[id(part.layer)], strict=True):
+                    wrong[part.path] += _squared(given, wanted)
+                    size[part.path] += _squared(wanted)
+        return {path: wrong[path] / max(size[path], 1e-30) for path in wrong}
+
+    def _improve(self, part: Any) -> None:
+        """Give one layer the values that bring its output nearest to the dense model's, if they do so."""
+        generator = np.random.default_rng(self._seed)
+        sums = part.sums()
+        calls: list[tuple[tf.Tensor, tf.Tensor]] = []
+        for number, (target, current) in enumerate(self._pairs([part])):
+            pairs = zip(target[id(part.layer)], current[id(part.layer)], strict=True)
+            for (dense_inputs, wanted), (inputs, _) in pairs:
+                sums.add(number % 2, inputs, dense_inputs, self._dense, generator, len(self._batches))
+                calls.append((inputs, wanted))
+        change = sums.solve()
+        if change is None:
+            return
+        start = part.values()
+        best, lowest = None, part.error(calls)
+        for length in _STEPS:
+            part.put(start, change, length)
+            error = part.error(calls)
+            if error < lowest:
+                best, lowest = length, error
+                break
+        if best is None:
+            part.restore(start)
+        else:
+            part.changed = True
+            part.start = start
+
+    def _checked(self, parts: list[Any], before: dict[str, float]) -> dict[str, float]:
+        """Errors in the end; changes that made a later layer worse than it was are taken back, latest first."""
+        while True:
+            after = self._errors(parts)
+            worse = next((i for i, part in enumerate(parts) if after[part.path] > before[part.path]), None)
+            if worse is None:
+                return after
+            undone = next((part for part in reversed(parts[: worse + 1]) if part.changed), None)
+            assert undone is not None, "the model is as it was"
+            undone.restore(undone.start)
+            undone.changed = False
+
+
+class _Part:
+    """A layer whose values can be changed and measured."""
+
+    path: str
+    layer: Any
+
+    def __init__(self) -> None:
+        self.changed = False
+        self.start: Any = None
+
+    def error(self, calls: list[tuple[tf.Tensor, tf.Tensor]]) -> float:
+        """Squared error of the layer's output for inputs and wanted outputs."""
+        return sum(_squared(self.layer(inputs), wanted) for inputs, wanted in calls)
+
+
+class _Kernel(_Part):
+    """A kernel with its bias."""
+
+    def __init__(self, view: LinearLayer, support: np.ndarray, bias: bool) -> None:
+        super().__init__()
+        self.path, self.layer = view.path, view.layer
+        self.view = view
+        self.support = support
+        trainable = {key_of(variable) for variable in view.layer.trainable_variables}
+        self.has_bias = bias and view.bias is not None and key_of(view.bias) in trainable
+
+    def understands(self, inputs: tf.Tensor, outputs: tf.Tensor) -> bool:
+        return self.view.computes(inputs, outputs)
+
+    def sums(self) -> _NormalEquations:
+        return _NormalEquations(self)
+
+    def values(self) -> tuple[np.ndarray, np.ndarray | None]:
+        bias = np.array(self.view.read_bias()) if self.has_bias else None
+        return np.array(self.view.matrix(self.view.ref.numpy())), bias
+
+    def put(self, start: Any, change: np.ndarray, length: float) -> None:
+        matrix, bias = start
+        inputs = matrix.shape[0]
+        moved = np.where(self.support, matrix + length * change[:inputs], 0.0)
+        self.view.write(moved, None if bias is None else bias + length * change[inputs])
+
+    def restore(self, start: Any) -> None:
+        self.view.write(*start)
+
+
+class _NormalEquations:
+    """X'X and X'E of a layer, in two halves: X its inputs now, E what its linear output lacks."""
+
+    def __init__(self, kernel: _Kernel) -> None:
+        self._kernel = kernel
+        inputs, outputs = kernel.support.shape
+        self._width = inputs + kernel.has_bias
+        self._grams = tuple(np.zeros((self._width, self._width)) for _ in range(2))
+        self._residuals = tuple(np.zeros((self._width, outputs)) for _ in range(2))
+        self._enough = max(20_000, 10 * inputs)
+
+    def add(
+        self,
+        half: int,
+        inputs: tf.Tensor,
+        dense_inputs: tf.Tensor,
+        dense: Values,
+        generator: np.random.Generator,
+        batches: int,
+    ) -> None:
+        view = self._kernel.view
+        rows, dense_rows = view.rows(inputs), view.rows(dense_inputs)
+        count, limit = int(rows.shape[0]), max(1, self._enough // batches)
+        if count > limit:
+            chosen = np.sort(generator.choice(count, limit, replace=False))
+            rows, dense_rows = tf.gather(rows, chosen), tf.gather(dense_rows, chosen)
+        wanted = self._linear(dense_rows, dense)
+        lacking = wanted - self._linear(rows, None)
+        if self._kernel.has_bias:
+            rows = tf.concat([rows, tf.ones((rows.shape[0], 1))], axis=1)
+        self._grams[half][...] += tf.matmul(rows, rows, transpose_a=True).numpy()
+        self._residuals[half][...] += tf.matmul(rows, lacking, transpose_a=True).numpy()
+
+    def solve(self) -> np.ndarray | None:
+        support = self._kernel.support
+        if self._kernel.has_bias:
+            support = np.concatenate([support, np.ones((1, support.shape[1]), np.bool_)])
+        if not self._residuals[1].any():
+            return None
+        return solve_with_held_out(self._grams, self._residuals, support)  # type: ignore[arg-type]
+
+    def _linear(self, rows: tf.Tensor, values: Values | None) -> tf.Tensor:
+        """Output before the activation, with the dense values or the layer's own."""
+        view = self._kernel.view
+        kernel = None if values is None else values.array(view.ref.variable)
+        result = rows @ tf.constant(view.matrix(view.ref.numpy() if kernel is None else kernel).astype(np.float32))
+        if view.bias is None:
+            return result
+        bias = None if values is None else values.array(view.bias)
+        return result + (view.read_bias() if bias is None else bias.reshape(-1)).astype(np.float32)
+
+
+class _Normalization(_Part):
+    """The moving statistics of a BatchNormalization."""
+
+    def __init__(self, layer: Any, path: str) -> None:
+        super().__init__()
+        self.path, self.layer = path, layer
+
+    def understands(self, inputs: tf.Tensor, outputs: tf.Tensor) -> bool:
+        return inputs.shape == outputs.shape
+
+    def sums(self) -> _Moments:
+        return _Moments(self)
+
+    def values(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(read(self.layer.moving_mean)), np.array(read(self.layer.moving_variance))
+
+    def put(self, start: Any, change: tuple[np.ndarray, np.ndarray], length: float) -> None:
+        mean, variance = start
+        self.restore((mean + length * (change[0] - mean), variance + length * (change[1] - variance)))
+
+    def restore(self, start: Any) -> None:
+        native(self.layer.moving_mean).assign(start[0])
+        native(self.layer.moving_variance).assign(start[1])
+
+
+class _Moments:
+    """Mean and variance of each channel of a BatchNormalization's input, in the dense model and now."""
+
+    def __init__(self, part: _Normalization) -> None:
+        self._part = part
+        self._count = 0
+        self._sums = np.zeros((4, int(part.layer.moving_mean.shape[0])))
+
+    def add(self, half: int, inputs: tf.Tensor, dense_inputs: tf.Tensor, *_: Any) -> None:
+        axis = self._part.layer.axis
+        axis = (axis[0] if isinstance(axis, (list, tuple)) else axis) % inputs.shape.rank
+        for offset, tensor in ((0, dense_inputs), (2, inputs)):
+            channels = np.moveaxis(tf.cast(tensor, tf.float32).numpy().astype(np.float64), axis, -1)
+            channels = channels.reshape(-1, self._sums.shape[1])
+            self._sums[offset] += channels.sum(axis=0)
+            self._sums[offset + 1] += np.square(channels).sum(axis=0)
+        self._count += channels.shape[0]
+
+    def solve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Statistics under which the output has the dense output's mean and variance on these samples.
+
+        They scale the model's own by how the samples' statistics changed, and so are exact where nothing changed.
+        """
+        mean, variance = self._part.values()
+        dense_mean, dense_square, now_mean, now_square = self._sums / self._count
+        dense_variance = np.maximum(dense_square - dense_mean**2, 0.0)
+        now_variance = np.maximum(now_square - now_mean**2, 0.0)
+        dead = dense_variance <= 1e-12
+        ratio = np.where(dead, 1.0, now_variance / np.where(dead, 1.0, dense_variance))
+        epsilon = self._part.layer.epsilon
+        moved_variance = np.maximum((variance + epsilon) * ratio - epsilon, 0.0)
+        moved_mean = now_mean - (dense_mean - mean) * np.sqrt(ratio)
+        return moved_mean.astype(np.float32), moved_variance.astype(np.float32)
+
+
+def _squared(tensor: tf.Tensor, other: tf.Tensor | None = None) -> float:
+    tensor = tf.cast(tensor, tf.float32)
+    if other is not None:
+        tensor = tensor - tf.cast(other, tf.float32)
+    return float(tf.reduce_sum(tf.square(tensor)))
+
