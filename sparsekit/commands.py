@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,17 +140,58 @@ def _retrain(args: argparse.Namespace, console: Console) -> int:
 
 def _inspect(args: argparse.Namespace, console: Console) -> int:
     _check_extras(args)
+    _check_input(args)
     show.import_tensorflow(args.debug)
-    from .api import report
+    from .files import inspect_file
 
-    model, flavour = _open(args, console)
-    size = Path(args.input).stat().st_size
-    console.print(f"opened with {flavour.label}: {type(model).__name__} '{model.name}'", markup=False)
-    console.print(f"{size:,} bytes, {show.gzip_size(args.input):,} after gzip")
-    console.print()
-    print(report(model))
-    _write_extras(args, model, console)
+    custom = _custom_objects(args)
+    info = inspect_file(args.input, custom_objects=custom)
+    for line in _file_lines(info):
+        console.print(line, markup=False)
+    if info.weights:
+        console.print()
+        console.print(_file_table(info))
+    if info.problem is not None:
+        raise FileError(info.problem)
+    if args.report is not None or args.plots is not None:
+        console.print()
+        model, _ = _open(args, console)
+        _write_extras(args, model, console)
     return 0
+
+
+def _file_lines(info: Any) -> Iterator[str]:
+    writer = f", written by Keras {info.keras_version}" if info.keras_version else ""
+    yield f"{info.path}: {info.format}{writer}"
+    packed = "" if info.gzip_bytes is None else f", {info.gzip_bytes:,} after gzip"
+    yield f"  size      {info.raw_bytes:,} bytes{packed}"
+    if info.layers:
+        kinds = Counter(kind for _, kind in info.layers).most_common()
+        yield f"  layers    {len(info.layers)}: {', '.join(f'{count} {kind}' for kind, count in kinds)}"
+    yield f"  training  {f'{info.optimizer}, loss {info.loss}' if info.loss else 'the file does not say how'}"
+    if info.repairs:
+        layers: dict[str, list[str]] = {}
+        for repair in info.repairs:
+            layers.setdefault(repair.name, []).append(repair.layer)
+        listed = "; ".join(f"{name} ({', '.join(where[:4])})" for name, where in layers.items())
+        yield f"  repairs   made in memory when it is opened: {listed}"
+    yield f"  masks     {f'for {info.masked} weights' if info.masked else 'none in the file'}"
+
+
+def _file_table(info: Any) -> Any:
+    """The weights that can be pruned, with their zeros."""
+    from .reports.report import percent
+
+    prunable = [weight for weight in info.weights if weight.prunable]
+    rows = {
+        weight.name: ("x".join(map(str, weight.shape)), f"{weight.size:,}", percent(weight.sparsity))
+        for weight in prunable
+    }
+    size = sum(weight.size for weight in prunable)
+    rows["all prunable"] = ("", f"{size:,}", percent(info.sparsity))
+    others = len(info.weights) - len(prunable)
+    rows[f"{others} others (biases, scales, statistics)"] = ("", f"{info.parameters - size:,}", "")
+    return show.comparison(["shape", "size", "zeros"], rows)
 
 
 def _engine(args: argparse.Namespace, console: Console) -> int:
@@ -240,14 +283,7 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
     from .flavour import flavour_of
 
     _check_input(args)
-    custom = None
-    if args.custom_objects is not None:
-        custom = feeding.call_or_take(args.custom_objects)
-        if not isinstance(custom, dict):
-            raise ArgumentError(
-                f"--custom-objects {args.custom_objects} is a {type(custom).__name__}; it must be a dictionary "
-                "of name -> class or function."
-            )
+    custom = _custom_objects(args)
     with show.step(console, f"open {args.input}"):
         model = load(
             args.input,
@@ -257,6 +293,18 @@ def _open(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
             model=None if args.model is None else feeding.call_or_take(args.model),
         )
     return model, flavour_of(model)
+
+
+def _custom_objects(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.custom_objects is None:
+        return None
+    custom = feeding.call_or_take(args.custom_objects)
+    if not isinstance(custom, dict):
+        raise ArgumentError(
+            f"--custom-objects {args.custom_objects} is a {type(custom).__name__}; it must be a dictionary of "
+            "name -> class or function."
+        )
+    return custom
 
 
 def _load_data(
