@@ -54,10 +54,31 @@ class Flavour:
 
     def layers(self, model: Any) -> list[Any]:
         """The model itself and all layers below it at any depth, each once, parents first."""
-        seen: dict[int, Any] = {}
-        for layer in model._flatten_layers():
-            seen.setdefault(id(layer), layer)
-        return list(seen.values())
+        return [chain[-1] for chain in self.chains(model)]
+
+    def chains(self, model: Any) -> list[tuple[Any, ...]]:
+        """For each of `layers`, those that hold it, from the model down to the layer itself."""
+        # Keras 3 would give the layers inside a layer in reverse order.
+        seen: set[int] = set()
+        found: list[tuple[Any, ...]] = []
+
+        def walk(above: tuple[Any, ...], layer: Any) -> None:
+            if id(layer) in seen:
+                return
+            seen.add(id(layer))
+            found.append((*above, layer))
+            for child in layer._flatten_layers(include_self=False, recursive=False):
+                walk((*above, layer), child)
+
+        walk((), model)
+        return found
+
+    def variables(self, model: Any) -> list[Any]:
+        """All variables of a model, as far as it is built."""
+        if self.is_keras3:
+            return list(model.variables)
+        # tf_keras raises where a Sequential has none yet.
+        return list(model.weights) if model.built else []
 
     def own_variables(self, layer: Any) -> list[Any]:
         """The variables that a layer created itself, not those of its sub-layers."""
@@ -90,6 +111,71 @@ class Flavour:
         model.train_function = None
         if not self.is_keras3:
             model.train_tf_function = None
+
+    # --- runs ---
+
+    def build_optimizer(self, optimizer: Any, variables: list[Any]) -> None:
+        """Have the optimizer make its slots now, so that they can be given saved values."""
+        if hasattr(optimizer, "_create_all_weights"):
+            optimizer._create_all_weights(variables)
+        elif not getattr(optimizer, "built", False) and not getattr(optimizer, "_built", False):
+            optimizer.build(variables)
+
+    def build_metrics(self, model: Any, batch: tuple[Any, ...]) -> None:
+        """Have a compiled model make the variables of its metrics before it has trained on a batch.
+
+        Args:
+            model: a compiled model.
+            batch: `(x, y)` or `(x, y, sample_weight)` as it will get them.
+        """
+        if self.is_keras3:
+            model._symbolic_build(data_batch=batch)
+        elif model.outputs is not None:
+            model.compiled_loss.build(model.outputs)
+            model.compiled_metrics.build(model.outputs, model.outputs)
+
+    @contextlib.contextmanager
+    def restorable_randomness(self, model: Any, seed: int) -> Iterator[list[Any]]:
+        """The states of all random generators of a model that are no weights, as variables.
+
+        Dropout of tf_keras draws from an operation whose state cannot be read, so that it gets a generator with a
+        state for as long as this lasts.
+
+        Args:
+            model: a model.
+            seed: seed of the generators that have none of their own.
+        """
+        # Those of Keras 3 are among the model's variables.
+        found = [] if self.is_keras3 else [getattr(layer, "_random_generator", None) for layer in self.layers(model)]
+        generators = [one for one in found if one is not None]
+        kept = [dict(vars(one)) for one in generators]
+        try:
+            for position, one in enumerate(generators):
+                if one._rng_type == one.RNG_LEGACY_STATEFUL:
+                    one._rng_type, one._built = one.RNG_STATEFUL, False
+                    if one._seed is None:
+                        one._seed = 1000 * seed + position
+                one._maybe_init()
+            yield [one._generator.state for one in generators if one._generator is not None]
+        finally:
+            for one, before in zip(generators, kept, strict=True):
+                for name in ("_rng_type", "_built", "_seed", "_generator"):
+                    setattr(one, name, before.get(name))
+
+    def callback_list(
+        self, callbacks: list[Any], model: Any, verbose: Any, epochs: int, steps: int | None
+    ) -> Any:
+        """The list of callbacks that fit would make of these."""
+        verbose = 1 if verbose == "auto" else int(verbose)
+        return self.keras.callbacks.CallbackList(
+            callbacks,
+            add_history=True,
+            add_progbar=verbose != 0,
+            model=model,
+            verbose=verbose,
+            epochs=epochs,
+            steps=steps,
+        )
 
     # --- files ---
 
@@ -299,12 +385,19 @@ class Flavour:
             for inner in self.inner_optimizers(optimizer)
         )
 
-    def clips_by_norm(self, optimizer: Any) -> bool:
-        return any(
-            getattr(inner, name, None) is not None
-            for inner in self.inner_optimizers(optimizer)
-            for name in ("clipnorm", "global_clipnorm")
+    def couples_gradients(self, optimizer: Any) -> bool:
+        """Whether one position's gradient decides over others: through a norm to clip by, or an infinite one that
+        makes loss scaling skip the step.
+        """
+        inner = self.inner_optimizers(optimizer)
+        return any(type(o).__name__.startswith("LossScaleOptimizer") for o in inner) or any(
+            getattr(o, name, None) is not None for o in inner for name in ("clipnorm", "global_clipnorm")
         )
+
+    def refuses_constraint_on_rows(self, optimizer: Any) -> bool:
+        """Whether the optimizer raises where a weight with a constraint gets the gradient of some rows only."""
+        legacy = () if self.is_keras3 else (self.keras.optimizers.legacy.Optimizer,)
+        return any(isinstance(inner, legacy) for inner in self.inner_optimizers(optimizer))
 
     def averages_weights(self, optimizer: Any) -> bool:
         return any(getattr(inner, "use_ema", False) for inner in self.inner_optimizers(optimizer))

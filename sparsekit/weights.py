@@ -28,6 +28,7 @@ class WeightRef:
         path: unique name inside the model, for example `"dense/kernel"`.
         variable: the variable as the model holds it.
         layer: the layer that created it (None for a variable that no layer owns).
+        owners: the layers that hold that layer, outermost first, and itself; without the model.
         role: last part of its name: kernel, recurrent_kernel, depthwise_kernel, embeddings, ...
         in_axis: axis that runs over inputs.
         out_axis: axis that runs over outputs.
@@ -36,6 +37,7 @@ class WeightRef:
     path: str
     variable: Any = field(repr=False)
     layer: Any = field(repr=False)
+    owners: tuple[Any, ...] = field(repr=False)
     role: str
     in_axis: int
     out_axis: int
@@ -85,22 +87,25 @@ def all_weights(model: Any) -> list[WeightRef]:
         NothingToPruneError: if the model has no variables because it was never built.
     """
     flavour = flavour_of(model)
-    found: dict[str, tuple[Any, Any]] = {}
-    for layer in flavour.layers(model):
-        for variable in flavour.own_variables(layer):
-            found.setdefault(key_of(variable), (variable, layer))
-    for variable in model.variables if flavour.is_keras3 else model.weights:
-        found.setdefault(key_of(variable), (variable, None))
-    if not found and not model.built:
+    chains = flavour.chains(model)
+    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    for chain in chains:
+        for variable in flavour.own_variables(chain[-1]):
+            found.setdefault(key_of(variable), (variable, chain))
+    for variable in flavour.variables(model):
+        found.setdefault(key_of(variable), (variable, ()))
+    # A model that is only there to be trained, such as a GAN around two built ones, is never called itself.
+    if not model.built and (not found or any(not chain[-1].built for chain in chains[1:])):
         raise NothingToPruneError(
-            f"The model '{model.name}' has no weights yet; call it once on a batch of data to build it."
+            f"The model '{model.name}' has not all of its weights yet; call it once on a batch of data to build it."
         )
     refs, taken = [], set()
-    for variable, layer in found.values():
+    for variable, chain in found.values():
         path = _unique(flavour.path(variable), taken)
         role = path_role(flavour, variable)
+        layer = chain[-1] if chain else None
         in_axis, out_axis = _axes(layer, role, len(variable.shape))
-        refs.append(WeightRef(path, variable, layer, role, in_axis, out_axis))
+        refs.append(WeightRef(path, variable, layer, chain[1:] or chain, role, in_axis, out_axis))
     return refs
 
 
@@ -122,17 +127,18 @@ def _axes(layer: Any, role: str, rank: int) -> tuple[int, int]:
     """Input and output axis of a kernel."""
     if rank < 2:
         return 0, 0
-    kind = "" if layer is None else type(layer).__name__
-    if "Transpose" in kind:
+    # Keras' own classes, also below a class that a user derived from one.
+    kinds = {kind.__name__ for kind in type(layer).__mro__}
+    if any(kind.startswith("Conv") and kind.endswith("Transpose") for kind in kinds):
         return rank - 1, rank - 2
-    if kind == "EinsumDense":
-        # "abc,cde->abde": the kernel's letters that the input shares are summed over.
+    if "EinsumDense" in kinds:
+        # "abc,cde->abde": the kernel's letters that the input has and the output has not are summed over.
         inputs, rest = layer.equation.replace("...", "").split(",")
-        kernel, _ = rest.split("->")
-        summed = [i for i, letter in enumerate(kernel) if letter in inputs]
+        kernel, outputs = rest.split("->")
+        summed = [i for i, letter in enumerate(kernel) if letter in inputs and letter not in outputs]
         free = [i for i, letter in enumerate(kernel) if letter not in inputs]
         return (summed or [0])[-1], (free or [rank - 1])[-1]
-    if "depthwise" in role or "Depthwise" in kind:
+    if "depthwise" in role or any("Depthwise" in kind for kind in kinds):
         return rank - 2, rank - 2
     return rank - 2, rank - 1
 
@@ -149,9 +155,9 @@ def survey(
 
     Args:
         model: a built Keras model.
-        include: take only weights that one of these matches: a glob over the path (`"block1/*"`), a layer class or
-            its name (`"Conv2D"`), or a function `WeightRef -> bool`. A glob that ends in the name of a bias
-            (`"*/bias"`) takes biases along, which are left out otherwise.
+        include: take only weights that one of these matches: a glob over the path (`"block1/*"`), the class of a
+            layer that holds the weight or its name (`"Conv2D"`, `"LSTM"`), or a function `WeightRef -> bool`. A glob
+            that ends in the name of a bias (`"*/bias"`) takes biases along, which are left out otherwise.
         exclude: the same forms; leave these weights out.
         allow_empty: return an empty list instead of an error if nothing is left.
 
@@ -165,6 +171,8 @@ def survey(
     refs = all_weights(model)
     trainable = {key_of(variable) for variable in model.trainable_variables}
     includes, excludes = _selectors(include, "include"), _selectors(exclude, "exclude")
+    if include is not None and not includes:
+        raise ArgumentError("include is empty, so that nothing would be pruned; give None for all weights.")
     for name, selectors in (("include", includes), ("exclude", excludes)):
         for selector in selectors:
             if not any(_matches(selector, ref) for ref in refs):
@@ -180,7 +188,8 @@ def survey(
         else:
             skipped.append(Skipped(ref, reason))
     if not chosen and not allow_empty:
-        reasons = "; ".join(f"{s.ref.path}: {s.reason}" for s in skipped[:4]) or "it has no variables"
+        meant = [s for s in skipped if includes and _any_match(includes, s.ref)] or skipped
+        reasons = "; ".join(f"{s.ref.path}: {s.reason}" for s in meant[:4]) or "it has no variables"
         raise NothingToPruneError(f"The model '{model.name}' has no weight to prune ({reasons}).")
     return chosen, skipped
 
@@ -210,9 +219,9 @@ def _reason(
         return "bias, scale or statistic"
     if not named and len(ref.shape) < 2:
         return "vector"
-    if includes and not any(_matches(selector, ref) for selector in includes):
+    if includes and not _any_match(includes, ref):
         return "not included"
-    if any(_matches(selector, ref) for selector in excludes):
+    if _any_match(excludes, ref):
         return "excluded"
     return None
 
@@ -222,7 +231,7 @@ def _selectors(given: Selector | Iterable[Selector] | None, argument: str) -> li
         return []
     if isinstance(given, (str, type)) or callable(given):
         given = [given]
-    selectors = list(given)
+    selectors = list(given) if isinstance(given, Iterable) else [given]
     for selector in selectors:
         if not (isinstance(selector, (str, type)) or callable(selector)):
             raise ArgumentError(
@@ -231,11 +240,15 @@ def _selectors(given: Selector | Iterable[Selector] | None, argument: str) -> li
     return selectors
 
 
+def _any_match(selectors: Sequence[Selector], ref: WeightRef) -> bool:
+    return any(_matches(selector, ref) for selector in selectors)
+
+
 def _matches(selector: Selector, ref: WeightRef) -> bool:
     if isinstance(selector, str):
-        return fnmatch.fnmatchcase(ref.path, selector) or selector == type(ref.layer).__name__
+        return fnmatch.fnmatchcase(ref.path, selector) or any(type(o).__name__ == selector for o in ref.owners)
     if isinstance(selector, type):
-        return isinstance(ref.layer, selector)
+        return any(isinstance(owner, selector) for owner in ref.owners)
     return bool(selector(ref))
 
 
