@@ -20,7 +20,7 @@ from .registry import resolve
 from .reports.report import Report, build_report
 from .schedules import Schedule
 from .selection import SCOPES, choose_masks
-from .training.enforcement import bind_constraints
+from .training.enforcement import bind_constraints, check_constraints
 from .training.steps import TrainStep, check_masks, check_words, enforcement_for, fit, masked_optimizer
 from .weights import Selector, survey
 
@@ -89,6 +89,7 @@ def prune(
     else:
         weights = {ref.path: ref.numpy for ref in chosen}
         masks = choose_masks(weights, sparsity, scope=scope, earlier=earlier, min_keep=min_keep, seed=seed, **options)
+    check_constraints(flavour, model)
     bind_constraints(flavour, attach(model, masks, dict.fromkeys(masks, sparsity)))
     return model
 
@@ -116,6 +117,7 @@ def freeze(model: Any, masks: MaskSet | Mapping[str, np.ndarray] | None = None) 
         masks, notes = _masks_from_zeros(model)
     elif not isinstance(masks, MaskSet):
         masks = MaskSet.from_arrays({path: np.asarray(keep) for path, keep in masks.items()})
+    check_constraints(flavour, model)
     frozen = attach(model, masks)
     frozen.notes.update(notes)
     bind_constraints(flavour, frozen)
@@ -311,7 +313,8 @@ def masked(optimizer: Any, model: Any, *, masks: str = "static") -> Any:
     """The same protection for a loop with one's own tape: each update of this optimizer holds the model's masks.
 
     The optimizer stays the object and class that it is; call its `apply_gradients` or `apply` as ever, also inside a
-    tf.function. A later prune of the model is followed.
+    tf.function. A later prune of the same weights is followed by functions traced before; masks on further weights by
+    those traced after it.
 
     Args:
         optimizer: an optimizer of the model's Keras.

@@ -61,6 +61,7 @@ class FrozenMasks:
         self.notes: dict[str, str] = {}
         self._by_path: dict[str, FrozenMask] = {}
         self._by_key: dict[str, FrozenMask] = {}
+        self._opened: dict[str, FrozenMask] = {}
 
     def __iter__(self) -> Iterator[FrozenMask]:
         return iter(self._by_path.values())
@@ -74,14 +75,21 @@ class FrozenMasks:
 
     def put(self, ref: WeightRef, mask: Mask, target: float | None) -> None:
         """Freeze a mask for a weight, in the variable that already holds one if there is one."""
-        old = self._by_path.get(ref.path)
-        if old is not None and old.key == ref.key:
-            old.keep.assign(mask.keep)
-            old.pattern, old.target = mask.pattern, target
-            return
-        frozen = FrozenMask(ref.path, ref.variable, _mask_variable(ref.variable, mask.keep), mask.pattern, target)
-        self._by_path[ref.path] = frozen
-        self._by_key[frozen.key] = frozen
+        frozen = self._by_key.get(ref.key) or self._opened.pop(ref.key, None)
+        if frozen is None:
+            frozen = FrozenMask(ref.path, ref.variable, _mask_variable(ref.variable, mask.keep))
+        else:
+            frozen.keep.assign(mask.keep)
+        frozen.pattern, frozen.target = mask.pattern, target
+        self._by_path[ref.path] = self._by_key[frozen.key] = frozen
+
+    def open(self) -> None:
+        """Forget all masks. Their variables stay, opened: steps compiled before read them, also after a new prune."""
+        for frozen in self:
+            frozen.keep.assign(np.ones(frozen.keep.shape, dtype=np.bool_))
+        self._opened.update(self._by_key)
+        for table in (self._by_path, self._by_key, self.notes):
+            table.clear()
 
     def to_masks(self) -> MaskSet:
         return MaskSet(frozen.mask() for frozen in self)
@@ -162,7 +170,5 @@ def attach(model: Any, masks: MaskSet, targets: Mapping[str, float] | None = Non
 
 
 def detach(model: Any) -> None:
-    """Forget a model's masks. Steps compiled before keep running: their masks are opened first."""
-    frozen = _TABLE.pop(model, None)
-    for mask in frozen or ():
-        mask.keep.assign(np.ones(mask.keep.shape, dtype=np.bool_))
+    """Forget a model's masks."""
+    frozen_masks(model).open()

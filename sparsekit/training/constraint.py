@@ -27,15 +27,17 @@ class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constr
 
     Args:
         keep: bool array of the weight's shape, True = keep; None keeps everything until a mask is frozen.
-        inner: another constraint to run first.
+        inner: another constraint of the same Keras to run first.
 
     Raises:
-        MaskError: if `keep` is not boolean.
+        MaskError: if `keep` is not boolean or `inner` is no constraint.
     """
 
     def __init__(self, keep: np.ndarray | tf.Variable | None = None, inner: Any = None) -> None:
         if keep is not None and tf.as_dtype(keep.dtype) != tf.bool:
             raise MaskError(f"A mask must be bool (True = keep); got dtype {keep.dtype}.")
+        if not (inner is None or callable(inner)):
+            raise MaskError(f"inner={inner!r} is no constraint; give an object such as keras.constraints.MaxNorm(2).")
         self.keep: Any = keep
         self.inner = inner
 
@@ -49,18 +51,25 @@ class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constr
         return w if self.keep is None else keep_only(self.keep, w)
 
     def get_config(self) -> dict[str, Any]:
+        inner = None
+        if self.inner is not None:
+            keras = _KERAS if isinstance(self.inner, _KERAS.constraints.Constraint) else _TF_KERAS
+            inner = {"keras": keras.__name__, "config": keras.constraints.serialize(self.inner)}
         if self.keep is None:
-            return {"shape": None, "keep": None}
-        keep = np.array(self.keep)
+            return {"shape": None, "keep": None, "inner": inner}
+        keep = np.asarray(self.keep.numpy() if isinstance(self.keep, tf.Variable) else self.keep)
         packed = zlib.compress(np.packbits(keep.reshape(-1)).tobytes())
-        return {"shape": list(keep.shape), "keep": base64.b64encode(packed).decode("ascii")}
+        return {"shape": list(keep.shape), "keep": base64.b64encode(packed).decode("ascii"), "inner": inner}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MaskConstraint:
+        inner = config["inner"]
+        if inner is not None:
+            inner = get(inner["keras"]).keras.constraints.deserialize(inner["config"])
         if config["keep"] is None:
-            return cls()
+            return cls(inner=inner)
         shape = tuple(int(n) for n in config["shape"])
         # The size is known from the shape, so a damaged config cannot unpack to more than that.
         stream = zlib.decompressobj()
         packed = stream.decompress(base64.b64decode(config["keep"]), int(np.prod(shape)) // 8 + 1)
-        return cls(unpack(np.frombuffer(packed, np.uint8), shape))
+        return cls(unpack(np.frombuffer(packed, np.uint8), shape), inner)

@@ -66,7 +66,7 @@ class Gradual(Dynamic):
         steps = [s for s in range(schedule.begin_step, schedule.end_step + 1) if schedule.is_update(s)]
         self._steps = np.array([step + first_update for step in steps], dtype=np.int64)
         self._sparsity = np.array([schedule.sparsity_at(step) for step in steps], dtype=np.float64)
-        if first_update == 0 and schedule.is_update(0):
+        if schedule.is_update(0):
             self._drop(tf.constant(self._sparsity[0]))
 
     def __call__(self, updates: Any) -> None:

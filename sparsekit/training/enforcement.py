@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..errors import MaskError
 from ..flavour import Flavour, native
 from ..frozen import FrozenMask, FrozenMasks, keep_only
 
@@ -73,7 +74,7 @@ class Enforcement:
 
     def _is_separable(self, optimizer: Any) -> bool:
         """Whether a masked position's gradient cannot reach any other position."""
-        return self.flavour.updates_elementwise(optimizer) and not self.flavour.clips_by_norm(optimizer)
+        return self.flavour.updates_elementwise(optimizer) and not self.flavour.couples_gradients(optimizer)
 
     def averages_or_mixes(self, optimizer: Any) -> bool:
         """Whether slots at masked positions have to be cleaned on each update, not only around the run.
@@ -186,7 +187,8 @@ def _with_masks(original: Callable, optimizer: Any, find: Callable[[], Enforceme
             pairs = list(gradients)
             variables = [variable for _, variable in pairs]
             masked = enforcement.before(optimizer, [gradient for gradient, _ in pairs], variables)
-            result = original(list(zip(masked, variables, strict=True)), *args, **kwargs)
+            with _rows_unconstrained(enforcement, optimizer, masked, variables):
+                result = original(list(zip(masked, variables, strict=True)), *args, **kwargs)
         else:
             variables = args[0] if args else kwargs.get("trainable_variables")
             known = list(variables) if variables is not None else list(optimizer._trainable_variables)
@@ -215,8 +217,28 @@ def _constrained(enforcement: Enforcement) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _rows_unconstrained(
+    enforcement: Enforcement, optimizer: Any, gradients: list[Any], variables: list[Any]
+) -> Iterator[None]:
+    """Zero the weights whose constraint this optimizer would refuse to run (Embeddings, legacy optimizers)."""
+    flavour, rows = enforcement.flavour, []
+    if enforcement.mode == "constraint" and flavour.refuses_constraint_on_rows(optimizer):
+        found = zip(gradients, map(enforcement.frozen.get, variables), strict=True)
+        rows = [frozen for gradient, frozen in found if frozen and isinstance(gradient, tf.IndexedSlices)]
+    constraints = [flavour.get_constraint(frozen.variable) for frozen in rows]
+    for frozen, constraint in zip(rows, constraints, strict=True):
+        flavour.set_constraint(frozen.variable, constraint.inner)
+    try:
+        yield
+    finally:
+        for frozen, constraint in zip(rows, constraints, strict=True):
+            flavour.set_constraint(frozen.variable, constraint)
+    _assign_kept([(frozen.variable, frozen, 0.0) for frozen in rows])
+
+
+@contextlib.contextmanager
 def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
-    """A user's own train_step may write to weights without an optimizer: zero them after it too."""
+    """A user's own train_step may write to weights without an optimizer: do after it what is done after an update."""
     before = vars(model).get("train_step")
     original = model.train_step
 
@@ -224,6 +246,8 @@ def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
     def train_step(*args: Any, **kwargs: Any) -> Any:
         logs = original(*args, **kwargs)
         _assign_kept([(frozen.variable, frozen, 0.0) for frozen in enforcement.frozen])
+        if enforcement.choose is not None:
+            enforcement.choose(getattr(getattr(model, "optimizer", None), "iterations", 0))
         return logs
 
     vars(model)["train_step"] = train_step
@@ -237,11 +261,13 @@ def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
 
 
 def optimizers_of(model: Any, flavour: Flavour) -> list[Any]:
-    """The optimizer that the model was compiled with, and any other that it holds as an attribute (a GAN's two)."""
+    """The optimizer that the model was compiled with, and any other that it or a model in it holds (a GAN's two)."""
     found: dict[int, Any] = {}
-    for candidate in (getattr(model, "optimizer", None), *vars(model).values()):
-        if flavour.is_optimizer(candidate):
-            found.setdefault(id(candidate), candidate)
+    for value in (getattr(model, "optimizer", None), *(v for part in flavour.layers(model) for v in vars(part).values())):
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for candidate in values:
+            if flavour.is_optimizer(candidate):
+                found.setdefault(id(candidate), candidate)
     inner = {id(o) for outer in found.values() for o in flavour.inner_optimizers(outer)[1:]}
     return [optimizer for key, optimizer in found.items() if key not in inner]
 
@@ -250,5 +276,23 @@ def bind_constraints(flavour: Flavour, frozen: FrozenMasks) -> None:
     """Hand the frozen masks to every MaskConstraint that a layer was constructed with."""
     for mask in frozen:
         constraint = flavour.get_constraint(mask.variable)
-        if hasattr(constraint, "freeze") and type(constraint).__name__ == "MaskConstraint":
+        if _is_ours(constraint):
             constraint.freeze(mask.keep)
+
+
+def check_constraints(flavour: Flavour, model: Any) -> None:
+    """Raise MaskError if two weights share a MaskConstraint, which can hold one mask only."""
+    owners: dict[int, Any] = {}
+    for variable in model.trainable_variables:
+        constraint = flavour.get_constraint(variable)
+        other = owners.setdefault(id(constraint), variable)
+        if _is_ours(constraint) and other is not variable:
+            raise MaskError(
+                f"'{flavour.path(other)}' and '{flavour.path(variable)}' share one MaskConstraint object; "
+                "give each weight its own."
+            )
+
+
+def _is_ours(constraint: Any) -> bool:
+    # By name, so that a model without one does not make both Kerases load.
+    return type(constraint).__name__ == "MaskConstraint" and hasattr(constraint, "freeze")

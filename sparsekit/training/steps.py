@@ -126,12 +126,18 @@ def _sparsity_log(flavour: Flavour, frozen: FrozenMasks) -> Any:
 class TrainStep:
     """One compiled training step that holds the masks, for a loop of one's own: `step(x, y, sample_weight)`.
 
-    It runs the model's `train_step` (the user's own if there is one) in one `tf.function`. Made by
-    `sparsekit.train_step`.
+    It runs the model's `train_step` (the user's own if there is one) in one `tf.function`, traced anew after a
+    `compile` or where masks were frozen for further weights. Made by `sparsekit.train_step`.
     """
 
     def __init__(self, model: Any, enforcement: Enforcement) -> None:
         self._model = model
+        self._enforcement = enforcement
+        self._build()
+
+    def _build(self) -> None:
+        model, enforcement = self._model, self._enforcement
+        self._optimizer, self._masks = model.optimizer, list(enforcement.frozen)
         optimizers = optimizers_of(model, enforcement.flavour)
         enforcement.frozen.apply()
         for optimizer in optimizers:
@@ -155,6 +161,8 @@ class TrainStep:
         Returns:
             The model's logs as scalar tensors: the loss and metrics since the last `model.reset_metrics()`.
         """
+        if self._model.optimizer is not self._optimizer or list(self._enforcement.frozen) != self._masks:
+            self._build()
         return self._run(tuple(_tensors(part) for part in (x, y, sample_weight)))
 
 
