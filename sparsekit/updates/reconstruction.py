@@ -100,9 +100,9 @@ def reconstruct(
     output error it is shortened or left out. The second-order ancestor of this is Hassibi, Stork (1992), "Second Order
     Derivatives for Network Pruning: Optimal Brain Surgeon"; layer-wise from calibration data: He, Zhang, Sun (2017),
     "Channel Pruning for Accelerating Very Deep Neural Networks", and Frantar, Alistarh (2022), "Optimal Brain
-    Compression". Biases are corrected in the same solution. BatchNormalization gets the statistics under which its
-    output has the dense model's mean and variance: Jordan, Sedghi, Saukh, Entezari, Neyshabur (2022), "REPAIR:
-    REnormalizing Permuted Activations for Interpolation Repair".
+    Compression". Biases are corrected in the same solution. The moving statistics
+    of BatchNormalization are estimated again (Li, Wu, Su, Wang (2020), "EagleEye: Fast Sub-net Evaluation for Efficient
+    Neural Network Pruning"), here as those under which the output is nearest to the dense one.
 
     Args:
         model: a pruned model with Dense, Conv1D, Conv2D or EinsumDense layers; others are left as they are.
@@ -335,8 +335,8 @@ class _NormalEquations:
         self._kernel = kernel
         inputs, outputs = kernel.support.shape
         self._width = inputs + kernel.has_bias
-        self._grams = tuple(np.zeros((self._width, self._width)) for _ in range(2))
-        self._residuals = tuple(np.zeros((self._width, outputs)) for _ in range(2))
+        self._grams = tuple(np.zeros((self._width, self._width), np.float32) for _ in range(2))
+        self._residuals = tuple(np.zeros((self._width, outputs), np.float32) for _ in range(2))
         self._enough = max(20_000, 10 * inputs)
 
     def add(
@@ -406,7 +406,7 @@ class _Normalization(_Part):
 
 
 class _Moments:
-    """Mean and variance of each channel of a BatchNormalization's input, in the dense model and now."""
+    """Means, variances and covariance of each channel of a BatchNormalization's input, in the dense model and now."""
 
     def __init__(self, part: _Normalization) -> None:
         self._part = part
@@ -416,28 +416,27 @@ class _Moments:
     def add(self, half: int, inputs: tf.Tensor, dense_inputs: tf.Tensor, *_: Any) -> None:
         axis = self._part.layer.axis
         axis = (axis[0] if isinstance(axis, (list, tuple)) else axis) % inputs.shape.rank
-        for offset, tensor in ((0, dense_inputs), (2, inputs)):
-            channels = np.moveaxis(tf.cast(tensor, tf.float32).numpy().astype(np.float64), axis, -1)
-            channels = channels.reshape(-1, self._sums.shape[1])
-            self._sums[offset] += channels.sum(axis=0)
-            self._sums[offset + 1] += np.square(channels).sum(axis=0)
-        self._count += channels.shape[0]
+        now, dense = (self._channels(tensor, axis) for tensor in (inputs, dense_inputs))
+        self._sums += np.stack([now.sum(0), dense.sum(0), np.square(now).sum(0), (now * dense).sum(0)])
+        self._count += now.shape[0]
 
     def solve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Statistics under which the output has the dense output's mean and variance on these samples.
-
-        They scale the model's own by how the samples' statistics changed, and so are exact where nothing changed.
-        """
+        """Statistics under which the output is nearest to the dense output; the model's own where nothing changed."""
         mean, variance = self._part.values()
-        dense_mean, dense_square, now_mean, now_square = self._sums / self._count
-        dense_variance = np.maximum(dense_square - dense_mean**2, 0.0)
-        now_variance = np.maximum(now_square - now_mean**2, 0.0)
-        dead = dense_variance <= 1e-12
-        ratio = np.where(dead, 1.0, now_variance / np.where(dead, 1.0, dense_variance))
+        now_mean, dense_mean, now_square, product = self._sums / max(self._count, 1)
+        spread = now_square - now_mean**2
+        together = product - now_mean * dense_mean
+        # A dead or reversed channel has no scale that helps; only its mean is moved then.
+        fits = (spread > 1e-12) & (together > 0.0)
+        slope = np.where(fits, together / np.where(fits, spread, 1.0), 1.0)
         epsilon = self._part.layer.epsilon
-        moved_variance = np.maximum((variance + epsilon) * ratio - epsilon, 0.0)
-        moved_mean = now_mean - (dense_mean - mean) * np.sqrt(ratio)
+        moved_variance = np.maximum((variance + epsilon) / slope**2 - epsilon, 0.0)
+        moved_mean = now_mean - (dense_mean - mean) / slope
         return moved_mean.astype(np.float32), moved_variance.astype(np.float32)
+
+    def _channels(self, tensor: tf.Tensor, axis: int) -> np.ndarray:
+        values = tf.cast(tensor, tf.float32).numpy().astype(np.float64)
+        return np.moveaxis(values, axis, -1).reshape(-1, self._sums.shape[1])
 
 
 def _squared(tensor: tf.Tensor, other: tf.Tensor | None = None) -> float:

@@ -98,6 +98,7 @@ class UpdateStep:
         seed: int = 0,
         loss: Any = None,
         training: bool = False,
+        fused: bool | None = None,
         counts: bool = True,
     ) -> None:
         if masks not in MASKS:
@@ -108,7 +109,7 @@ class UpdateStep:
         self.model = model
         self.rule: Rule = as_rule(rule)
         self.objective = Objective(self.flavour, model, loss, training)
-        self.targets = _targets(model, include, exclude, masks, self.rule.adds_noise)
+        self.targets = _targets(model, include, exclude, masks, fused if self.rule.adds_noise else False)
         if self.rule.compares_losses and not self.objective.has_loss:
             raise ArgumentError(
                 f"{type(self.rule).__name__} compares losses and the model '{model.name}' has none; pass loss=, or "
@@ -208,6 +209,7 @@ def update_step(
     seed: int = 0,
     loss: Any = None,
     training: bool = False,
+    fused: bool | None = None,
 ) -> UpdateStep:
     """One compiled step that moves weights by a rule without gradients, for a loop of one's own.
 
@@ -224,6 +226,8 @@ def update_step(
         loss: loss for a model that is not compiled.
         training: run layers as in training. By default dropout is off and BatchNorm statistics and random seeds do
             not change, so that losses can be compared.
+        fused: add noise with the engine's op: None where it is built or worth building, False never (TensorFlow's own
+            ops give the same numbers, normal ones to rounding), True always.
 
     Returns:
         `step(x, y=None, sample_weight=None) -> logs`.
@@ -233,7 +237,15 @@ def update_step(
         NothingToPruneError: if no weight is selected.
     """
     return UpdateStep(
-        model, rule, include=include, exclude=exclude, masks=masks, seed=seed, loss=loss, training=training
+        model,
+        rule,
+        include=include,
+        exclude=exclude,
+        masks=masks,
+        seed=seed,
+        loss=loss,
+        training=training,
+        fused=fused,
     )
 
 
@@ -248,6 +260,7 @@ def fit_with_update(
     exclude: Selector | Iterable[Selector] | None = None,
     seed: int = 0,
     training: bool = False,
+    fused: bool | None = None,
     **fit: Any,
 ) -> Any:
     """The model's own fit, with a rule in place of backpropagation.
@@ -255,7 +268,7 @@ def fit_with_update(
     Args:
         model: a model compiled with a loss; its optimizer, if it has one, is not touched.
         data: what fit takes; a tuple is taken apart as `(x, y, sample_weight)`.
-        rule: as in `update_step`, like `include`, `exclude`, `masks`, `seed` and `training`.
+        rule: as in `update_step`, like `include`, `exclude`, `masks`, `seed`, `training` and `fused`.
         epochs: number of epochs.
         fit: any other argument of fit.
 
@@ -264,19 +277,21 @@ def fit_with_update(
 
     Raises:
         ArgumentError: if the model is not compiled, and as in `update_step`.
-        ViolationError: if a masked weight is not zero in the end.
     """
     if not flavour_of(model).is_compiled(model):
         raise ArgumentError(
             f"The model '{model.name}' is not compiled; call model.compile(loss=...) first (no optimizer is needed)."
         )
-    step = update_step(model, rule, include=include, exclude=exclude, masks=masks, seed=seed, training=training)
+    step = update_step(
+        model, rule, include=include, exclude=exclude, masks=masks, seed=seed, training=training, fused=fused
+    )
     arguments = (
         dict(zip(("x", "y", "sample_weight"), data, strict=False)) if isinstance(data, tuple) else {"x": data}
     )
     with fitting(model, step):
         history = model.fit(**arguments, epochs=epochs, **fit)
-    frozen_masks(model).check("after training")
+    # A callback may have put back weights from before the prune.
+    frozen_masks(model).apply()
     return history
 
 
@@ -351,13 +366,14 @@ def _targets(
     include: Selector | Iterable[Selector] | None,
     exclude: Selector | Iterable[Selector] | None,
     masks: str,
-    adds_noise: bool,
+    fused: bool | None,
 ) -> list[Target]:
     chosen, _ = survey(model, include, exclude)
     frozen = frozen_masks(model)
     # Zero biases are a normal start, not a decision: only kernels have dynamic masks.
     kernels = {ref.key for ref in prunable_weights(model)} if masks == "dynamic" else set()
-    fused = adds_noise and noise_op_usable(chosen)
+    if fused is None:
+        fused = noise_op_usable(chosen)
     found = []
     for index, ref in enumerate(chosen):
         mask = frozen.get(ref.variable)
