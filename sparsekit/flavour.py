@@ -99,6 +99,10 @@ class Flavour:
     def is_compiled(self, model: Any) -> bool:
         return bool(model.compiled if self.is_keras3 else model._is_compiled)
 
+    def uses_xla(self, model: Any) -> bool:
+        """Whether the model's steps are compiled with XLA."""
+        return bool(getattr(model, "jit_compile", None) or getattr(model, "_jit_compile", None))
+
     def compile_arguments(self, model: Any) -> dict[str, Any]:
         """The arguments that the model was compiled with, with the optimizer object that it uses now."""
         config = getattr(model, "_compile_config", None)
@@ -130,9 +134,12 @@ class Flavour:
         """
         if self.is_keras3:
             model._symbolic_build(data_batch=batch)
-        elif model.outputs is not None:
-            model.compiled_loss.build(model.outputs)
-            model.compiled_metrics.build(model.outputs, model.outputs)
+        else:
+            # What "accuracy" means is read from the shape of the labels, which training gives at least two axes.
+            predicted = model(batch[0], training=False)
+            labels = tf.nest.map_structure(lambda y: y[:, None] if len(y.shape) == 1 else y, batch[1])
+            model.compiled_loss.build(predicted)
+            model.compiled_metrics.build(predicted, labels)
 
     @contextlib.contextmanager
     def restorable_randomness(self, model: Any, seed: int) -> Iterator[list[Any]]:

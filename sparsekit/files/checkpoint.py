@@ -1,0 +1,346 @@
+"""Train with checkpoints: a run that was killed goes on from where it stood and ends with the same bits.
+
+What goes on bit for bit (on CPU, with `tf.config.experimental.enable_op_determinism()`):
+
+- arrays, shuffled or not: the order of an epoch is drawn from the seed and the number of the epoch;
+- a tf.data.Dataset that gives the same elements in the same order each time it is read (shuffled with
+  `reshuffle_each_iteration=False`, or not at all): the batches that are done are skipped.
+
+A PyDataset or Sequence goes on at the ends of epochs. A generator cannot be read again and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..errors import ArgumentError, FileError
+from ..flavour import Flavour, flavour_of
+from .run_state import FolderLock, RunState, load, metric_variables, plain_attributes, put, take, variables_of, write
+
+STATE = "state.zip"
+
+
+class Checkpoints:
+    """A folder in which one run keeps its state: at the end of each epoch, and every so many batches if asked.
+
+    Args:
+        folder: made if it is not there.
+        every_steps: also save after every so many batches of an epoch.
+        seed: seed of the order of array data.
+
+    Raises:
+        ArgumentError: for an `every_steps` below 1.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, every_steps: int | None = None, seed: int = 0
+    ) -> None:
+        if every_steps is not None and (isinstance(every_steps, bool) or int(every_steps) != every_steps):
+            raise ArgumentError(f"every_steps={every_steps!r} must be a whole number of batches.")
+        if every_steps is not None and every_steps < 1:
+            raise ArgumentError(f"every_steps={every_steps!r} must be at least 1.")
+        self.folder = Path(folder)
+        self.every_steps = every_steps
+        self.seed = seed
+
+    def fit(self, model: Any, *, extra: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+        """What `model.fit(**arguments)` does, from where the last run in this folder stopped.
+
+        Args:
+            model: a compiled and built model, in the state in which the first run began.
+            extra: further variables that steps depend on, by name.
+            arguments: those of fit.
+
+        Returns:
+            The Keras History of all epochs, those of earlier runs included.
+
+        Raises:
+            FileError: if another run uses the folder, if its state belongs to another model or call or is damaged, or
+                if it cannot be written (a full disk); the last good checkpoint stays.
+            ArgumentError: for data that cannot be taken up again.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"The folder '{self.folder}' cannot be made: {error.strerror}.") from error
+        with FolderLock(self.folder):
+            for leftover in self.folder.glob(f".*.{STATE}"):
+                leftover.unlink(missing_ok=True)
+            return _Run(self, model, dict(extra or {}), arguments).go()
+
+
+class _Run:
+    """One call of fit."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, model: Any, extra: dict[str, Any], arguments: dict[str, Any]
+    ) -> None:
+        self.path = checkpoints.folder / STATE
+        self.every_steps = checkpoints.every_steps
+        self.seed = checkpoints.seed
+        self.model = model
+        self.flavour: Flavour = flavour_of(model)
+        self.extra = extra
+        self.epochs = int(arguments.pop("epochs", 1))
+        self.first_epoch = int(arguments.pop("initial_epoch", 0))
+        self.verbose = arguments.get("verbose", "auto")
+        self.callbacks = list(arguments.pop("callbacks", None) or ())
+        self.data = _data_of(arguments, checkpoints, self.flavour)
+        self.arguments = arguments
+        self.skipped = self.saved_at = 0
+
+    def go(self) -> Any:
+        self.flavour.forget_train_function(self.model)
+        try:
+            with self.flavour.restorable_randomness(self.model, self.seed) as self.random_states:
+                return self._go()
+        finally:
+            self.flavour.forget_train_function(self.model)
+
+    def _go(self) -> Any:
+        model, flavour = self.model, self.flavour
+        flavour.build_optimizer(model.optimizer, model.trainable_variables)
+        state = load(self.path)
+        if state is None:
+            state = RunState(epoch=self.first_epoch, plan=self.data.plan)
+        else:
+            self._check_plan(state)
+            # Saved with the metrics in it; those are put back once the epoch has begun.
+            put(self._variables(), state.arrays, self.path)
+        self.state = state
+        keeper = _keeper(flavour, self)
+        callbacks = flavour.callback_list(
+            [*self.callbacks, keeper], model, self.verbose, self.epochs, self.data.batches
+        )
+        self.data.epoch = state.epoch
+        if state.epoch >= self.epochs or state.finished:
+            # What fit does after the last epoch: the averages of the weights take their place.
+            model.optimizer.finalize_variable_values(model.trainable_variables)
+            callbacks.on_train_begin()
+            callbacks.on_train_end()
+            return self._with_history()
+        if state.batches:
+            self._finish_epoch(callbacks)
+        else:
+            self._fit(callbacks, self.data.dataset(0), state.epoch, self.epochs)
+        return self._with_history()
+
+    def _finish_epoch(self, callbacks: Any) -> None:
+        """Train on what is left of a half epoch, then go on as usual, as one run in the eyes of the callbacks.
+
+        Keras has no way to begin within an epoch, so that this takes two calls of its fit.
+        """
+        model, epoch = self.model, self.state.epoch
+        last = epoch + 1 == self.epochs
+        with contextlib.ExitStack() as stack:
+            if not last:
+                stack.enter_context(_silenced(callbacks, "on_train_end"))
+                # It writes the averages over the weights, which belongs to the end of training.
+                stack.enter_context(_silenced(model.optimizer, "finalize_variable_values"))
+            self._fit(callbacks, self.data.dataset(self.state.batches), epoch, epoch + 1)
+        if last:
+            return
+        if model.stop_training:
+            model.optimizer.finalize_variable_values(model.trainable_variables)
+            callbacks.on_train_end()
+            return
+        with _silenced(callbacks, "on_train_begin"):
+            self._fit(callbacks, self.data.dataset(0), epoch + 1, self.epochs)
+
+    def _fit(self, callbacks: Any, dataset: Any, first: int, last: int) -> None:
+        self.model.fit(dataset, initial_epoch=first, epochs=last, callbacks=callbacks, **self.arguments)
+
+    def _variables(self) -> dict[str, Any]:
+        return variables_of(self.model, self.flavour, self.random_states, self.extra)
+
+    def _check_plan(self, state: RunState) -> None:
+        changed = [key for key in self.data.plan if state.plan.get(key) != self.data.plan[key]]
+        if changed:
+            raise FileError(
+                f"The checkpoint in '{self.path.parent}' belongs to a call with {changed[0]}="
+                f"{state.plan.get(changed[0])!r}, this one has {self.data.plan[changed[0]]!r}; make the same call, or "
+                "give another folder."
+            )
+
+    def _with_history(self) -> Any:
+        """The History, with all epochs in it."""
+        history = self.model.history
+        history.history = {name: list(values) for name, values in self.state.history.items()}
+        done = max((len(values) for values in history.history.values()), default=0)
+        history.epoch = list(range(self.first_epoch, self.first_epoch + done))
+        return history
+
+    def save(self, epoch: int, batches: int) -> None:
+        state, variables = self.state, self._variables()
+        if batches:
+            variables |= metric_variables(self.model)
+        state.epoch, state.batches = epoch, batches
+        state.arrays = take(variables)
+        state.callbacks = [plain_attributes(callback) for callback in self.callbacks]
+        write(self.path, state)
+
+    # --- called by the callback ---
+
+    def train_begins(self) -> None:
+        for callback, attributes in zip(self.callbacks, self.state.callbacks, strict=False):
+            vars(callback).update(attributes)
+        self.skipped = self.state.batches
+
+    def epoch_begins(self, epoch: int) -> None:
+        self.data.epoch = epoch
+        if self.skipped:
+            self.flavour.build_metrics(self.model, next(iter(self.data.dataset(0))))
+            variables = metric_variables(self.model)
+            put({n: v for n, v in variables.items() if n in self.state.arrays}, self.state.arrays, self.path)
+
+    def batch_ends(self, epoch: int, last_batch: int) -> None:
+        every = self.every_steps
+        done = self.skipped + last_batch + 1
+        if self.data.batches is not None and done >= self.data.batches:
+            return
+        if every is not None and done // every > self.saved_at // every:
+            self.save(epoch, done)
+            self.saved_at = done
+
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
+        self.data.epoch = epoch + 1
+        self.skipped = self.saved_at = 0
+        for name, value in logs.items():
+            self.state.history.setdefault(name, []).append(float(value))
+        self.state.finished = bool(self.model.stop_training)
+        self.save(epoch + 1, 0)
+
+
+def _keeper(flavour: Flavour, run: _Run) -> Any:
+    """The callback that saves; it stands last, so that it sees what the others did."""
+
+    class Keeper(flavour.keras.callbacks.Callback):
+        epoch = 0
+
+        def on_train_begin(self, logs: dict | None = None) -> None:
+            run.train_begins()
+            run.saved_at = run.state.batches
+
+        def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+            self.epoch = epoch
+            run.epoch_begins(epoch)
+
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            run.batch_ends(self.epoch, batch)
+
+        def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+            run.epoch_ends(epoch, dict(logs or {}))
+
+    return Keeper()
+
+
+@contextlib.contextmanager
+def _silenced(owner: Any, method: str) -> Iterator[None]:
+    """Turn one method of an object into nothing for a while."""
+    setattr(owner, method, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+class _Data:
+    """What fit reads, from any batch of any epoch on.
+
+    Args:
+        dataset: number of batches to leave out -> what fit takes.
+        batches: number of batches of an epoch, None if unknown.
+        plan: what must be the same in the next run.
+    """
+
+    def __init__(self, dataset: Callable[[int], Any], batches: int | None, plan: dict[str, Any]) -> None:
+        self.dataset = dataset
+        self.batches = batches
+        self.plan = plan
+        self.epoch = 0
+
+
+def _data_of(arguments: dict[str, Any], checkpoints: Checkpoints, flavour: Flavour) -> _Data:
+    """Take the data out of the arguments of fit, in a form that can be taken up again."""
+    x, y, weight = (arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
+    if arguments.get("steps_per_epoch") is not None:
+        raise ArgumentError("steps_per_epoch cannot be used with checkpoints; an epoch is one pass over the data.")
+    if isinstance(x, tf.data.Dataset):
+        size = int(x.cardinality())
+        return _Data(lambda skip: x.skip(skip) if skip else x, size if size >= 0 else None, {"data": "dataset"})
+    if _is_array(x):
+        return _arrays(x, y, weight, arguments, checkpoints, flavour)
+    if hasattr(x, "__getitem__") and hasattr(x, "__len__"):
+        if checkpoints.every_steps is not None:
+            raise ArgumentError(
+                f"{type(x).__name__} can be taken up at the ends of epochs only; leave every_steps out, or give arrays "
+                "or a tf.data.Dataset."
+            )
+        return _Data(lambda skip: x, len(x), {"data": "sequence", "batches": len(x)})
+    raise ArgumentError(
+        f"{type(x).__name__} cannot be read again from where a run stopped; give arrays, a tf.data.Dataset, or a "
+        "PyDataset."
+    )
+
+
+def _is_array(x: Any) -> bool:
+    leaves = tf.nest.flatten(x)
+    return bool(leaves) and all(
+        tf.is_tensor(leaf) or isinstance(leaf, (np.ndarray, float, int)) or hasattr(leaf, "to_numpy") for leaf in leaves
+    )
+
+
+def _arrays(
+    x: Any, y: Any, weight: Any, arguments: dict[str, Any], checkpoints: Checkpoints, flavour: Flavour
+) -> _Data:
+    """Arrays as a dataset whose order in an epoch depends on the seed and the epoch alone."""
+    floatx = flavour.keras.backend.floatx()
+
+    def plain(leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        return array.astype(floatx) if array.dtype.kind == "f" and array.dtype != floatx else array
+
+    parts = tuple(part for part in (x, y, weight) if part is not None)
+    if weight is not None and y is None:
+        raise ArgumentError("sample_weight needs y; give data=(x, y, sample_weight).")
+    # A list of numbers is one array, a list of arrays is several inputs.
+    parts = tuple(
+        plain(part) if isinstance(part, list) and part and np.isscalar(part[0]) else tf.nest.map_structure(plain, part)
+        for part in parts
+    )
+    count = len(tf.nest.flatten(parts)[0])
+    share = arguments.pop("validation_split", 0.0) or 0.0
+    if share:
+        cut = math.floor(count * (1 - share))
+        arguments["validation_data"] = tf.nest.map_structure(lambda array: array[cut:], parts)
+        parts = tf.nest.map_structure(lambda array: array[:cut], parts)
+        count = cut
+    size = int(arguments.pop("batch_size", None) or 32)
+    arguments.setdefault("validation_batch_size", size)
+    shuffled = bool(arguments.pop("shuffle", True))
+    batches = math.ceil(count / size)
+    spec = tf.nest.map_structure(lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), parts)
+
+    def dataset(skip: int) -> Any:
+        def epoch() -> Iterator[Any]:
+            order = np.arange(count)
+            if shuffled:
+                order = np.random.default_rng([checkpoints.seed, data.epoch]).permutation(count)
+            for batch in range(skip, batches):
+                rows = order[batch * size : (batch + 1) * size]
+                yield tf.nest.map_structure(lambda array, rows=rows: array[rows], parts)
+
+        read = tf.data.Dataset.from_generator(epoch, output_signature=spec)
+        return read.apply(tf.data.experimental.assert_cardinality(batches - skip)).prefetch(2)
+
+    plan = {"data": "arrays", "samples": count, "batch_size": size, "shuffle": shuffled, "seed": checkpoints.seed}
+    data = _Data(dataset, batches, plan)
+    return data

@@ -1,0 +1,198 @@
+"""Everything that a training run depends on, taken from the live objects and put back, in one file without pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..errors import FileError
+from ..flavour import Flavour, native
+from ..frozen import frozen_masks
+from ..weights import all_weights, read
+from .atomic import replacing
+
+_VERSION = 1
+
+
+@dataclass
+class RunState:
+    """Where a run stands.
+
+    Args:
+        epoch: number of whole epochs that are done.
+        batches: number of batches of the next epoch that are done.
+        history: metric -> one value for each epoch done.
+        plan: what must be the same when the run goes on: data, batch size, seed.
+        arrays: name -> values of every variable.
+        callbacks: for each callback its plain attributes.
+        finished: whether all epochs are done.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    history: dict[str, list[float]] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+
+
+def variables_of(model: Any, flavour: Flavour, random_states: list[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Every variable that the next step depends on, by a name that is the same in each process."""
+    found = {f"weight:{ref.path}": ref.variable for ref in all_weights(model)}
+    for position, variable in enumerate(flavour.optimizer_variables(model.optimizer)):
+        found[f"optimizer:{position}"] = variable
+    for position, variable in enumerate(random_states):
+        found[f"random:{position}"] = variable
+    for mask in frozen_masks(model):
+        found[f"mask:{mask.path}"] = mask.keep
+    found.update({f"extra:{name}": variable for name, variable in extra.items()})
+    return {name: variable for name, variable in found.items() if tf.as_dtype(variable.dtype) != tf.string}
+
+
+def metric_variables(model: Any) -> dict[str, Any]:
+    """The running sums of the metrics, which the logs of an epoch come from."""
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    return {f"metric:{position}": variable for position, variable in enumerate(variables)}
+
+
+def take(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Copies of the values of variables."""
+    return {name: np.array(read(variable)) for name, variable in variables.items()}
+
+
+def put(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    """Give variables their values back, all or none.
+
+    Raises:
+        FileError: if they are not the same variables.
+    """
+    missing = [name for name in variables if name not in arrays]
+    other = [name for name in variables if name in arrays and tuple(variables[name].shape) != arrays[name].shape]
+    if missing or other:
+        raise FileError(
+            f"The checkpoint in '{path}' belongs to another model, optimizer or call (it differs in "
+            f"'{(missing + other)[0]}'); give another folder, or delete this one to begin anew."
+        )
+    for name, variable in variables.items():
+        native(variable).assign(arrays[name])
+
+
+def write(path: Path, state: RunState) -> None:
+    """Write a state in one step, so that the file is the last good one whatever happens.
+
+    Raises:
+        FileError: if the disk is full or the folder cannot be written to.
+    """
+    index = {name: [array.dtype.name, list(array.shape)] for name, array in state.arrays.items()}
+    version, numbers, gauss_position, has_gauss, gauss = np.random.get_state()
+    meta = {
+        "version": _VERSION,
+        "epoch": state.epoch,
+        "batches": state.batches,
+        "history": state.history,
+        "plan": state.plan,
+        "callbacks": state.callbacks,
+        "finished": state.finished,
+        "index": index,
+        "python_random": random.getstate(),
+        "numpy_random": [version, np.asarray(numbers).tolist(), gauss_position, has_gauss, gauss],
+    }
+    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("state.json", json.dumps(meta))
+        for position, array in enumerate(state.arrays.values()):
+            with archive.open(f"{position}", "w", force_zip64=True) as member:
+                member.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def load(path: Path) -> RunState | None:
+    """Read a state and set the random number generators of Python and NumPy; None if there is none.
+
+    Raises:
+        FileError: if the file is damaged or from a later version.
+    """
+    if not path.exists():
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            meta = json.loads(archive.read("state.json"))
+            if meta["version"] > _VERSION:
+                raise FileError(f"'{path}' was written by a later sparsekit; run `pip install -U sparsekit`.")
+            arrays = {}
+            for position, (name, (dtype, shape)) in enumerate(meta["index"].items()):
+                flat = np.frombuffer(archive.read(f"{position}"), dtype=tf.as_dtype(dtype).as_numpy_dtype)
+                arrays[name] = flat.reshape(shape)
+    except FileError:
+        raise
+    except (zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise FileError(
+            f"The checkpoint '{path}' is damaged; delete the folder '{path.parent}' to begin anew."
+        ) from error
+    version, numbers, internal = meta["python_random"][0], tuple(meta["python_random"][1]), meta["python_random"][2]
+    random.setstate((version, numbers, internal))
+    kind, keys, position, has_gauss, gauss = meta["numpy_random"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    return RunState(
+        epoch=meta["epoch"],
+        batches=meta["batches"],
+        history=meta["history"],
+        plan=meta["plan"],
+        arrays=arrays,
+        callbacks=meta["callbacks"],
+        finished=meta["finished"],
+    )
+
+
+def plain_attributes(callback: Any) -> dict[str, Any]:
+    """What a callback counts and remembers, as far as it is numbers: best value, patience so far."""
+    return {
+        name: value if not isinstance(value, np.generic) else value.item()
+        for name, value in vars(callback).items()
+        if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating))
+    }
+
+
+class FolderLock:
+    """One run a folder: held by the operating system, which lets go when the process ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "lock"
+        self._handle: int | None = None
+
+    def __enter__(self) -> FolderLock:
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(handle)
+        except OSError as error:
+            os.close(handle)
+            raise FileError(
+                f"Another run is training in '{self._path.parent}'; wait for it, or give another checkpoint folder."
+            ) from error
+        self._handle = handle
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def _lock(handle: int) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    else:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
