@@ -22,7 +22,7 @@ from .schedules import Schedule
 from .selection import SCOPES, choose_masks
 from .training.enforcement import bind_constraints, check_constraints
 from .training.steps import TrainStep, check_masks, check_words, enforcement_for, fit, masked_optimizer
-from .weights import Selector, survey
+from .weights import Selector, read, survey
 
 
 def prune(
@@ -78,7 +78,7 @@ def prune(
     _whole("seed", seed, 0)
     chosen, _ = survey(model, include, exclude)
     held = {mask.path: mask for mask in frozen_masks(model)}
-    earlier = {ref.path: held[ref.path].mask().keep for ref in chosen if ref.path in held}
+    earlier = {ref.path: read(held[ref.path].keep) for ref in chosen if ref.path in held}
     options = {
         "criterion": resolve(Criterion, criterion, "criterion"),
         "pattern": resolve(Pattern, pattern, "pattern"),
