@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 from . import __version__
-from .console import make_console
+from .console import import_tensorflow, make_console, plain_warnings
 from .criteria import Criterion
 from .errors import (
     ArgumentError,
@@ -78,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     errors = make_console(stderr=True)
     try:
-        from . import commands
-
-        return commands.run(args)
+        with plain_warnings(errors, args.debug):
+            _run(args)
+        return OK
     except KeyboardInterrupt:
         errors.print("interrupted; nothing was written.", markup=False)
         return INTERRUPTED
@@ -89,6 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         errors.print(f"sparsekit: {_sentence(error)}", markup=False)
         return next((code for kinds, code in _CODES if isinstance(error, kinds)), UNEXPECTED)
+
+
+def _run(args: argparse.Namespace) -> None:
+    console = make_console()
+    if args.command == "demo":
+        import_tensorflow(args.debug)
+        from .demo import run_demo
+
+        run_demo(args, console)
+        return
+    from . import commands
+
+    getattr(commands, f"run_{args.command}")(args, console)
 
 
 def _sentence(error: Exception) -> str:

@@ -18,19 +18,6 @@ from . import onednn
 from .errors import ArgumentError, FileError, OutputError
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command that the arguments name and return its exit code."""
-    console = show.make_console()
-    show.plain_warnings(show.make_console(stderr=True), args.debug)
-    return {
-        "prune": _prune,
-        "retrain": _retrain,
-        "inspect": _inspect,
-        "engine": _engine,
-        "demo": _demo,
-    }[args.command](args, console)
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """A model at one point of the trip.
@@ -82,7 +69,8 @@ def comparison_rows(stages: list[Snapshot]) -> dict[str, list[str]]:
     return rows
 
 
-def _prune(args: argparse.Namespace, console: Console) -> int:
+def run_prune(args: argparse.Namespace, console: Console) -> None:
+    """Prune a saved model, retrain it if there is data, save it."""
     from_data = _check_places(args)
     _avoid_crash(args, console)
     show.import_tensorflow(args.debug)
@@ -112,10 +100,10 @@ def _prune(args: argparse.Namespace, console: Console) -> int:
     print(report(model))
     console.print()
     console.print(show.comparison(list(stages), comparison_rows(list(stages.values()))))
-    return 0
 
 
-def _retrain(args: argparse.Namespace, console: Console) -> int:
+def run_retrain(args: argparse.Namespace, console: Console) -> None:
+    """Retrain a saved model under its masks and save it."""
     from_data = _check_places(args)
     _avoid_crash(args, console)
     show.import_tensorflow(args.debug)
@@ -135,10 +123,10 @@ def _retrain(args: argparse.Namespace, console: Console) -> int:
     print(report(model))
     console.print()
     console.print(show.comparison(["before", "retrained"], comparison_rows([before, after])))
-    return 0
 
 
-def _inspect(args: argparse.Namespace, console: Console) -> int:
+def run_inspect(args: argparse.Namespace, console: Console) -> None:
+    """Print what a file holds."""
     _check_extras(args)
     _check_input(args)
     show.import_tensorflow(args.debug)
@@ -157,7 +145,6 @@ def _inspect(args: argparse.Namespace, console: Console) -> int:
         console.print()
         model, _ = _open(args, console)
         _write_extras(args, model, console)
-    return 0
 
 
 def _file_lines(info: Any) -> Iterator[str]:
@@ -194,18 +181,19 @@ def _file_table(info: Any) -> Any:
     return show.comparison(["shape", "size", "zeros"], rows)
 
 
-def _engine(args: argparse.Namespace, console: Console) -> int:
+def run_engine(args: argparse.Namespace, console: Console) -> None:
+    """Build, describe or delete the compiled kernels."""
     show.import_tensorflow(args.debug)
     from .engine import build
 
     if args.clean:
         console.print(f"{build.clean()} compiled libraries deleted from {build.cache_dir()}", markup=False)
-        return 0
+        return
     if args.build:
         with show.step(console, "build the sparse kernels"):
             path = build.build(verbose=args.debug)
         console.print(str(path), markup=False)
-        return 0
+        return
     info = build.info()
     rows = {
         "compiler": info.compiler or "none found",
@@ -219,14 +207,6 @@ def _engine(args: argparse.Namespace, console: Console) -> int:
     }
     for name, value in rows.items():
         console.print(f"{name:<12}{value}", markup=False)
-    return 0
-
-
-def _demo(args: argparse.Namespace, console: Console) -> int:
-    show.import_tensorflow(args.debug)
-    from .demo import run_demo
-
-    return run_demo(args, console)
 
 
 def _check_places(args: argparse.Namespace) -> feeding.Source | None:
@@ -364,6 +344,9 @@ def _compile(args: argparse.Namespace, model: Any, flavour: Any) -> None:
     if given:
         before = flavour.compile_arguments(model) if compiled else {"optimizer": "adam"}
         try:
+            # compile itself takes any name and fails in the first step.
+            flavour.keras.losses.get(args.loss)
+            flavour.keras.optimizers.get(args.optimizer or "adam")
             model.compile(**{**before, **given})
         except (ValueError, TypeError) as error:
             raise ArgumentError(f"{given} cannot be used: {str(error).splitlines()[0]}") from error

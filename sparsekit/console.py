@@ -74,23 +74,25 @@ def _stderr_held_back() -> Iterator[None]:
             os.close(saved)
 
 
-def plain_warnings(console: Console, debug: bool = False) -> None:
+@contextlib.contextmanager
+def plain_warnings(console: Console, debug: bool = False) -> Iterator[None]:
     """Show sparsekit's own warnings as one line each and leave out those of the libraries below.
 
     Args:
         console: where to write them.
         debug: show all, with their place in the code.
     """
-    if debug:
-        return
 
     def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
         if issubclass(category, SparsekitWarning):
             console.print(Text(f"note: {message}"), style="yellow")
 
-    warnings.simplefilter("ignore")
-    warnings.simplefilter("always", SparsekitWarning)
-    warnings.showwarning = show
+    with warnings.catch_warnings():
+        if not debug:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", SparsekitWarning)
+            warnings.showwarning = show
+        yield
 
 
 @contextlib.contextmanager

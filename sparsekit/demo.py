@@ -75,12 +75,8 @@ def build_model(keras: Any) -> Any:
     return model
 
 
-def run_demo(args: argparse.Namespace, console: Console) -> int:
-    """Train, save, then load, prune, retrain and save again; print a table and draw pictures.
-
-    Returns:
-        The exit code: 0.
-    """
+def run_demo(args: argparse.Namespace, console: Console) -> None:
+    """Train, save, then load, prune, retrain and save again; print a table and draw pictures."""
     folder = Path(args.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,9 +103,11 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
     console.rule("load, prune, retrain, save", align="left")
     model = files.load(dense, flavour=args.flavour)
     stages = {"before": commands.snapshot(model, dense, test)}
+    bare = [_weights_only(model)]
     api.prune(model, sparsity=args.sparsity)
     files.save(model, pruned)
     stages["after prune"] = commands.snapshot(model, pruned, test)
+    bare.append(_weights_only(model))
     console.print(f"pruned to {100 * args.sparsity:g} %, masks frozen; saved {pruned}", markup=False)
     masked_seconds = _watched(console, kit, epochs, "retrain", lambda **options: api.retrain(
         model, (digits.x_train, digits.y_train), epochs=epochs, masks=args.masks, enforce=args.enforce,
@@ -118,12 +116,12 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
     files.save(model, retrained)
     console.print(f"saved {retrained}", markup=False)
     stages["after retrain"] = commands.snapshot(model, retrained, test)
+    bare.append(_weights_only(model))
 
     console.rule("what happened", align="left")
     print(api.report(model))
     console.print()
     rows = commands.comparison_rows(list(stages.values()))
-    bare = [_weights_only(kit, path) for path in (dense, pruned, retrained)]
     rows["weights only, bytes"] = [f"{raw:,}" for raw, _ in bare]
     rows["weights only after gzip, bytes"] = [f"{packed:,}" for _, packed in bare]
     rows["seconds per epoch"] = [f"{dense_seconds:.2f}", "", f"{masked_seconds:.2f}"]
@@ -135,14 +133,13 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
     )
     for path in write_plots(model, folder):
         console.print(f"wrote {path}", markup=False)
-    return 0
 
 
-def _weights_only(kit: Any, path: Path) -> tuple[int, int]:
-    """Size of a file without the optimizer's state, as it is and after gzip, in bytes."""
+def _weights_only(model: Any) -> tuple[int, int]:
+    """Size of the model's file without the optimizer's state, as it is and after gzip, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         bare = Path(folder) / "bare.h5"
-        files.save(files.load(path, flavour=kit.name), bare, include_optimizer=False)
+        files.save(model, bare, include_optimizer=False)
         return bare.stat().st_size, show.gzip_size(bare)
 
 
