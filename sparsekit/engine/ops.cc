@@ -36,7 +36,17 @@ using tensorflow::TensorShape;
 // How many kept weights a row or a column costs by itself (its transposes, loads and stores).
 constexpr int64_t kSegmentOverhead = 4;
 
+constexpr int32_t kAhead = 8;         // kept weights between a prefetch and its use
+constexpr int64_t kLineFloats = 16;   // of a cache line
+// From so many workers on, they transpose a tile together and wait for each other, instead of each for itself.
+constexpr int64_t kShareFrom = 4;
+
 int64_t RoundUp(int64_t size) { return (size + kWidth - 1) / kWidth * kWidth; }
+
+// First column of part `part` of `of`, in whole blocks.
+int64_t Block(int64_t columns, int64_t part, int64_t of) {
+  return std::min(columns, RoundUp(columns) / kWidth * part / of * kWidth);
+}
 
 // The batch, cut into tiles of nearly equal width that fit the registers.
 struct Tiles {
@@ -63,8 +73,7 @@ void TransposeTile(const Source& source, int64_t height, int64_t columns, int64_
   constexpr int64_t kLanes = kVectors * kWidth;
   for (int64_t column = begin; column < end; column += kWidth) {
     for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
-      simd::TransposeIn(source.At(lane, column), height - lane, columns - column, lines + (column - begin) * kLanes + lane,
-                        kLanes);
+      simd::TransposeIn(source.At(lane, column), height - lane, columns - column, lines + column * kLanes + lane, kLanes);
     }
   }
 }
@@ -79,23 +88,37 @@ struct ForwardTask {
   bool relu;
 
   template <int kVectors>
+  SPARSEKIT_INLINE void Add(int32_t k, const float* lines, Vector* sum) const {
+    const float value = values[permutation[k]];
+    const float* line = lines + rows[k] * static_cast<int64_t>(kVectors * kWidth);
+    for (int j = 0; j < kVectors; ++j) sum[j] += value * LoadAligned(line + j * kWidth);
+  }
+
+  template <int kVectors>
   void Run(const float* lines, int64_t begin, int64_t end, int64_t height, float* y) const {
     constexpr int64_t kLanes = kVectors * kWidth;
+    // A sum waits four cycles for its last term: a narrow tile has several sums under way, joined at the end.
+    constexpr int kChains = kVectors >= 3 ? 1 : 4 / kVectors;
     alignas(simd::kBytes) float block[kWidth * kLanes];
     for (int64_t first = begin; first < end; first += kWidth) {
       const int64_t width = std::min<int64_t>(kWidth, end - first);
       for (int64_t o = 0; o < width; ++o) {
-        Vector sum[kVectors];
-        const Vector start = simd::Broadcast(bias != nullptr ? bias[first + o] : 0.0f);
-        for (int j = 0; j < kVectors; ++j) sum[j] = start;
-        const int32_t stop = pointers[first + o + 1];
-        for (int32_t k = pointers[first + o]; k < stop; ++k) {
-          const float value = values[permutation[k]];
-          const float* line = lines + rows[k] * kLanes;
-          for (int j = 0; j < kVectors; ++j) sum[j] += value * LoadAligned(line + j * kWidth);
+        Vector sum[kChains][kVectors];
+        for (int chain = 0; chain < kChains; ++chain) {
+          const Vector start = simd::Broadcast(chain == 0 && bias != nullptr ? bias[first + o] : 0.0f);
+          for (int j = 0; j < kVectors; ++j) sum[chain][j] = start;
         }
+        const int32_t stop = pointers[first + o + 1];
+        int32_t k = pointers[first + o];
+        for (; k + kChains <= stop; k += kChains) {
+#pragma GCC unroll 4
+          for (int chain = 0; chain < kChains; ++chain) Add<kVectors>(k + chain, lines, sum[chain]);
+        }
+        for (; k < stop; ++k) Add<kVectors>(k, lines, sum[0]);
         for (int j = 0; j < kVectors; ++j) {
-          StoreAligned(block + o * kLanes + j * kWidth, relu ? simd::Relu(sum[j]) : sum[j]);
+          Vector total = sum[0][j];
+          for (int chain = 1; chain < kChains; ++chain) total += sum[chain][j];
+          StoreAligned(block + o * kLanes + j * kWidth, relu ? simd::Relu(total) : total);
         }
       }
       for (int64_t lane = 0; lane < height; lane += kWidth) {
@@ -136,38 +159,55 @@ class DenseOp : public OpKernel {
 
     const Tiles tiles(batch);
     const int64_t workers = Workers(context, (kept + kSegmentOverhead * (inputs + outputs)) * tiles.vectors * 1.5);
-    // A worker takes a part of the columns of a tile; it transposes the tile for itself, which costs less than waiting.
-    const int64_t parts = tiles.count >= 8 * workers ? 1 : workers / std::min(workers, Gcd(tiles.count, workers));
-    const int64_t tasks = tiles.count * parts;
+    // Tiles are spread over the workers; where there are too few, the columns of a tile are, too.
+    const int64_t parts = tiles.count >= 8 * workers ? 1 : workers / Gcd(tiles.count, workers);
+    const bool shared = parts >= kShareFrom;
+    const int64_t tasks = shared ? parts : tiles.count * parts;
     const int64_t used = std::min(workers, tasks);
     const int64_t lines_size = RoundUp(inputs) * std::min<int64_t>(tiles.vectors, kMaxVectors) * kWidth;
     Tensor scratch;
-    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT, TensorShape({used, lines_size}), &scratch));
+    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT, TensorShape({shared ? 1 : used, lines_size}),
+                                                   &scratch));
     const ForwardTask task{Floats(values),     has_bias ? Floats(context->input(7)) : nullptr,
                            Ints(pointers),     Ints(rows),
                            Ints(permutation),  outputs,
                            relu_};
     std::atomic<bool> bad{false};
-    Parallel(context, used, [&](int64_t worker) {
-      float* lines = Floats(&scratch) + worker * lines_size;
-      for (int64_t index = worker; index < tasks; index += used) {
-        const int64_t tile = index / parts;
-        const int64_t begin = Boundary(task.pointers, outputs, index % parts, parts, kWidth, kSegmentOverhead);
-        const int64_t end = Boundary(task.pointers, outputs, index % parts + 1, parts, kWidth, kSegmentOverhead);
-        const int32_t first = task.pointers[begin];
-        const int32_t count = task.pointers[end] - first;
-        if (!AllBelow(task.rows + first, count, inputs) || !AllBelow(task.permutation + first, count, kept)) {
-          bad = true;
-          return;
-        }
-        const simd::Rows source{Floats(x) + tiles.Begin(tile) * inputs, inputs};
-        CallWithVectors<kMaxVectors>(tiles.Vectors(tile), [&](auto vectors) {
-          TransposeTile<vectors()>(source, tiles.Height(tile), inputs, 0, inputs, lines);
-          task.template Run<vectors()>(lines, begin, end, tiles.Height(tile),
-                                       Floats(y) + tiles.Begin(tile) * outputs);
-        });
+    const auto transpose = [&](int64_t tile, int64_t part, int64_t of, float* lines) {
+      const simd::Rows source{Floats(x) + tiles.Begin(tile) * inputs, inputs};
+      CallWithVectors<kMaxVectors>(tiles.Vectors(tile), [&](auto vectors) {
+        TransposeTile<vectors()>(source, tiles.Height(tile), inputs, Block(inputs, part, of), Block(inputs, part + 1, of),
+                                 lines);
+      });
+    };
+    const auto multiply = [&](int64_t tile, int64_t part, const float* lines) {
+      const int64_t begin = Boundary(task.pointers, outputs, part, parts, kWidth, kSegmentOverhead);
+      const int64_t end = Boundary(task.pointers, outputs, part + 1, parts, kWidth, kSegmentOverhead);
+      const int32_t first = task.pointers[begin];
+      const int32_t count = task.pointers[end] - first;
+      if (!AllBelow(task.rows + first, count, inputs) || !AllBelow(task.permutation + first, count, kept)) {
+        bad = true;
+        return;
       }
-    });
+      CallWithVectors<kMaxVectors>(tiles.Vectors(tile), [&](auto vectors) {
+        task.template Run<vectors()>(lines, begin, end, tiles.Height(tile), Floats(y) + tiles.Begin(tile) * outputs);
+      });
+    };
+    if (shared) {
+      float* lines = Floats(&scratch);
+      for (int64_t tile = 0; tile < tiles.count; ++tile) {
+        Parallel(context, workers, [&](int64_t worker) { transpose(tile, worker, workers, lines); });
+        Parallel(context, parts, [&](int64_t part) { multiply(tile, part, lines); });
+      }
+    } else {
+      Parallel(context, used, [&](int64_t worker) {
+        float* lines = Floats(&scratch) + worker * lines_size;
+        for (int64_t index = worker; index < tasks; index += used) {
+          transpose(index / parts, 0, 1, lines);
+          multiply(index / parts, index % parts, lines);
+        }
+      });
+    }
     OP_REQUIRES(context, !bad, InvalidArgument("rows must lie below ", inputs, " and permutation below ", kept));
   }
 
@@ -194,6 +234,7 @@ struct BackwardTask {
     alignas(simd::kBytes) float partial[kWidth * kWidth] = {};
     int filled = 0;
     int32_t done = pointers[begin];
+    const int32_t last = pointers[end] - 1;
     for (int64_t first = begin; first < end; first += kWidth) {
       const int64_t width = std::min<int64_t>(kWidth, end - first);
       TransposeTile<kVectors>(x.At(0, first), height, width, 0, kWidth, block);
@@ -209,6 +250,9 @@ struct BackwardTask {
         while (k < stop) {
           const int32_t until = std::min(stop, k + kWidth - filled);
           for (; k < until; ++k, ++filled) {
+            // Lines come from the second-level cache in no order that the hardware could foresee.
+            const float* next = lines + columns[std::min(k + kAhead, last)] * kLanes;
+            for (int64_t lane = 0; lane < kLanes; lane += kLineFloats) __builtin_prefetch(next + lane);
             const float value = values[k];
             const float* line = lines + columns[k] * kLanes;
             Vector product{};
@@ -305,51 +349,68 @@ class DenseGradOp : public OpKernel {
 
     const Tiles tiles(batch);
     const int64_t workers = Workers(context, (kept + kSegmentOverhead * (inputs + outputs)) * tiles.vectors * 3.0);
+    const bool shared = workers >= kShareFrom;
     const int64_t lines_size = RoundUp(outputs) * std::min<int64_t>(tiles.vectors, kMaxVectors) * kWidth;
     Tensor scratch;
-    OP_REQUIRES_OK(context,
-                   context->allocate_temp(tensorflow::DT_FLOAT, TensorShape({workers, lines_size}), &scratch));
+    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT,
+                                                   TensorShape({shared ? 1 : workers, lines_size}), &scratch));
     std::atomic<bool> bad{false};
-    Parallel(context, workers, [&](int64_t worker) {
-      float* lines = Floats(&scratch) + worker * lines_size;
-      const int64_t begin = Boundary(Ints(pointers), inputs, worker, workers, kWidth, kSegmentOverhead);
-      const int64_t end = Boundary(Ints(pointers), inputs, worker + 1, workers, kWidth, kSegmentOverhead);
+    const auto transpose = [&](int64_t tile, int64_t part, int64_t of, float* lines) {
+      const int64_t offset = tiles.Begin(tile) * outputs;
+      const int64_t begin = Block(outputs, part, of);
+      const int64_t end = Block(outputs, part + 1, of);
+      CallWithVectors<kMaxVectors>(tiles.Vectors(tile), [&](auto vectors) {
+        if (gated) {
+          const simd::GatedRows source{Floats(dy) + offset, Floats(context->input(5)) + offset, outputs};
+          TransposeTile<vectors()>(source, tiles.Height(tile), outputs, begin, end, lines);
+        } else {
+          const simd::Rows source{Floats(dy) + offset, outputs};
+          TransposeTile<vectors()>(source, tiles.Height(tile), outputs, begin, end, lines);
+        }
+      });
+    };
+    const auto multiply = [&](int64_t tile, int64_t part, const float* lines) {
+      const int64_t begin = Boundary(Ints(pointers), inputs, part, workers, kWidth, kSegmentOverhead);
+      const int64_t end = Boundary(Ints(pointers), inputs, part + 1, workers, kWidth, kSegmentOverhead);
       const int32_t first = Ints(pointers)[begin];
       if (!AllBelow(Ints(columns) + first, Ints(pointers)[end] - first, outputs)) {
         bad = true;
         return;
       }
+      const BackwardTask task{Floats(values),
+                              Ints(pointers),
+                              Ints(columns),
+                              inputs,
+                              Floats(value_gradient),
+                              want_input_ ? Floats(input_gradient) + tiles.Begin(tile) * inputs : nullptr};
+      const simd::Rows own{Floats(x) + tiles.Begin(tile) * inputs, inputs};
+      CallWithVectors<kMaxVectors>(tiles.Vectors(tile), [&](auto vectors) {
+        if (want_bias_) {
+          SumLines<vectors()>(lines, Block(outputs, part, workers), Block(outputs, part + 1, workers), tile > 0,
+                              Floats(bias_gradient));
+        }
+        if (want_input_) {
+          task.template Run<vectors(), true>(lines, own, begin, end, tiles.Height(tile), tile > 0);
+        } else {
+          task.template Run<vectors(), false>(lines, own, begin, end, tiles.Height(tile), tile > 0);
+        }
+      });
+    };
+    if (shared) {
+      float* lines = Floats(&scratch);
       for (int64_t tile = 0; tile < tiles.count; ++tile) {
-        const int64_t offset = tiles.Begin(tile) * outputs;
-        const int64_t height = tiles.Height(tile);
-        const BackwardTask task{Floats(values),
-                                Ints(pointers),
-                                Ints(columns),
-                                inputs,
-                                Floats(value_gradient),
-                                want_input_ ? Floats(input_gradient) + tiles.Begin(tile) * inputs : nullptr};
-        const simd::Rows own{Floats(x) + tiles.Begin(tile) * inputs, inputs};
-        CallWithVectors<kMaxVectors>(tiles.Vectors(tile), [&](auto vectors) {
-          if (gated) {
-            const simd::GatedRows source{Floats(dy) + offset, Floats(context->input(5)) + offset, outputs};
-            TransposeTile<vectors()>(source, height, outputs, 0, outputs, lines);
-          } else {
-            TransposeTile<vectors()>(simd::Rows{Floats(dy) + offset, outputs}, height, outputs, 0, outputs, lines);
-          }
-          if (want_bias_) {
-            const int64_t blocks = RoundUp(outputs) / kWidth;
-            SumLines<vectors()>(lines, blocks * worker / workers * kWidth,
-                                std::min(outputs, blocks * (worker + 1) / workers * kWidth), tile > 0,
-                                Floats(bias_gradient));
-          }
-          if (want_input_) {
-            task.template Run<vectors(), true>(lines, own, begin, end, height, tile > 0);
-          } else {
-            task.template Run<vectors(), false>(lines, own, begin, end, height, tile > 0);
-          }
-        });
+        Parallel(context, workers, [&](int64_t worker) { transpose(tile, worker, workers, lines); });
+        Parallel(context, workers, [&](int64_t worker) { multiply(tile, worker, lines); });
       }
-    });
+    } else {
+      Parallel(context, workers, [&](int64_t worker) {
+        float* lines = Floats(&scratch) + worker * lines_size;
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+          transpose(tile, 0, 1, lines);
+          multiply(tile, worker, lines);
+        }
+      });
+    }
     OP_REQUIRES(context, !bad, InvalidArgument("columns must lie below ", outputs));
   }
 

@@ -15,15 +15,17 @@ namespace simd {
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
-constexpr int kMaxVectors = 8;  // 8 rows + 8 sums + temporaries fit into 32 registers
 #elif defined(__AVX__)
 constexpr int kWidth = 8;
-constexpr int kMaxVectors = 4;
-#elif defined(__aarch64__)
-constexpr int kWidth = 4;
-constexpr int kMaxVectors = 8;
 #else
 constexpr int kWidth = 4;
+#endif
+
+// Registers' worth of batch lanes that a kernel carries at once. More would hide nothing more of a multiply-add's latency
+// and take more of the cache.
+#if defined(__aarch64__)
+constexpr int kMaxVectors = 8;
+#else
 constexpr int kMaxVectors = 4;
 #endif
 
