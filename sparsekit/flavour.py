@@ -438,7 +438,10 @@ _BUDGET_LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def _weight_budget(layer_class: type, budget: int) -> Iterator[None]:
-    """Stop a config from allocating more weights than its file can hold: a huge `units` is quickly written."""
+    """Stop a config from allocating more weights than its file can hold: a huge `units` is quickly written.
+
+    Weights begin as zeros for as long as this lasts, since a file has their values.
+    """
     original = layer_class.add_weight  # type: ignore[attr-defined]
     signature = inspect.signature(original)
     left = budget
@@ -446,14 +449,19 @@ def _weight_budget(layer_class: type, budget: int) -> Iterator[None]:
     @functools.wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
-        shape = signature.bind(*args, **kwargs).arguments.get("shape")
+        bound = signature.bind(*args, **kwargs)
+        shape = bound.arguments.get("shape")
         size = 1
         for n in () if shape is None else tuple(shape):
             size *= int(n)
         left -= size
         if left < 0:
             raise MemoryError(f"The config asks for more than {budget} weights.")
-        return original(*args, **kwargs)
+        initializer = bound.arguments.get("initializer")
+        if type(initializer).__module__.split(".")[0] in NAMES and hasattr(initializer, "seed"):
+            # Values come from the file; drawing random ones first would take longer than reading it.
+            bound.arguments["initializer"] = "zeros"
+        return original(*bound.args, **bound.kwargs)
 
     with _BUDGET_LOCK:
         layer_class.add_weight = counted  # type: ignore[attr-defined]

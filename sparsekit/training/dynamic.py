@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..flavour import native
+from ..engine import masking
 from ..frozen import FrozenMasks, keep_only
 from ..schedules import Schedule
-from .enforcement import assign, on_all_replicas
+from .enforcement import assign, hold, on_all_replicas
 
 
 class Dynamic(ABC):
-    """A rule that changes masks after an update. Every replica takes the same decision."""
+    """Holds the masked weights at zero after an update and changes the masks; the same on every replica."""
 
     @abstractmethod
     def __call__(self, updates: Any) -> None:
-        """Change the masks.
+        """Hold the weights and change the masks.
 
         Args:
             updates: integer tensor, number of optimizer updates so far.
@@ -27,25 +27,33 @@ class Dynamic(ABC):
 
 
 class ZerosStay(Dynamic):
-    """A weight that is exactly zero after an update is masked from then on; nothing grows back."""
+    """A weight that is exactly zero after an update is masked from then on; nothing grows back.
 
-    def __init__(self, frozen: FrozenMasks) -> None:
+    Args:
+        frozen: masks of the model.
+        fused: do it with the engine's one-pass op.
+    """
+
+    def __init__(self, frozen: FrozenMasks, fused: bool = False) -> None:
         self.frozen = frozen
+        self.fused = fused
 
     def __call__(self, updates: Any) -> None:
         del updates
 
         def update(strategy: tf.distribute.Strategy) -> None:
             for mask in self.frozen:
-                assign(strategy, mask.keep, _keep_nonzero, native(mask.variable))
+                assign(strategy, mask.variable, self._hold_and_drop, mask.keep)
 
         on_all_replicas(update)
 
-
-def _keep_nonzero(keep: tf.Variable, weight: Any) -> None:
-    # The weight was zeroed where it is masked, so this can only drop.
-    weight = tf.convert_to_tensor(weight)
-    keep.assign(tf.not_equal(weight, tf.zeros([], weight.dtype)))
+    def _hold_and_drop(self, weight: tf.Variable, keep: tf.Variable) -> None:
+        if self.fused and weight.dtype == tf.float32:
+            masking.hold(weight, keep, drop=True)
+            return
+        held = keep_only(keep, weight)
+        weight.assign(held)
+        keep.assign(tf.not_equal(held, tf.zeros([], held.dtype)))
 
 
 class Gradual(Dynamic):
@@ -57,10 +65,14 @@ class Gradual(Dynamic):
         frozen: masks of the model.
         schedule: sparsity of each weight after a number of updates.
         first_update: how many updates the optimizer had made when the schedule began.
+        fused: hold the weights with the engine's one-pass op.
     """
 
-    def __init__(self, frozen: FrozenMasks, schedule: Schedule, first_update: int = 0) -> None:
+    def __init__(
+        self, frozen: FrozenMasks, schedule: Schedule, first_update: int = 0, fused: bool = False
+    ) -> None:
         self.frozen = frozen
+        self.fused = fused
         self.schedule = schedule
         # The schedule as a table, so that the graph needs no formula of it.
         steps = [s for s in range(schedule.begin_step, schedule.end_step + 1) if schedule.is_update(s)]
@@ -70,6 +82,7 @@ class Gradual(Dynamic):
             self._drop(tf.constant(self._sparsity[0]))
 
     def __call__(self, updates: Any) -> None:
+        hold(self.frozen, self.fused)
         updates = tf.cast(tf.convert_to_tensor(updates), tf.int64)
         at = tf.equal(tf.constant(self._steps), updates)
         sparsity = tf.reduce_max(tf.where(at, tf.constant(self._sparsity), tf.zeros([], tf.float64)))

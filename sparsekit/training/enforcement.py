@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from ..engine import masking
 from ..errors import MaskError
 from ..flavour import Flavour, native
 from ..frozen import FrozenMask, FrozenMasks, keep_only
 
 MODES = ("gradient", "constraint")
+
+# tf_keras traces with AutoGraph, which has nothing to do in this code; a user's own step inside is still converted.
+_as_written = tf.autograph.experimental.do_not_convert
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +42,18 @@ class Enforcement:
         flavour: the model's Keras.
         frozen: the masks to hold.
         mode: `"gradient"` or `"constraint"`.
-        choose: called in the graph after each update with the number of updates so far; changes the masks and
-            zeroes what it drops.
+        choose: holds the weights instead, and changes the masks; called in the graph after each update with the
+            number of updates so far.
+        fused: hold weights and gradients with the engine's one-pass ops.
     """
 
     flavour: Flavour
     frozen: FrozenMasks
     mode: str = "gradient"
     choose: Callable[[Any], None] | None = None
+    fused: bool = False
 
+    @_as_written
     def before(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Gradients with the masked positions set to zero."""
         if self.mode == "constraint" and self._is_separable(optimizer):
@@ -54,19 +61,18 @@ class Enforcement:
         masked = []
         for gradient, variable in zip(gradients, variables, strict=True):
             frozen = self.frozen.get(variable)
-            masked.append(gradient if frozen is None else mask_gradient(gradient, frozen.keep))
+            masked.append(gradient if frozen is None else mask_gradient(gradient, frozen.keep, self.fused))
         return masked
 
+    @_as_written
     def after(self, optimizer: Any) -> None:
-        """Zero what is masked again, then let dynamic masks change."""
-        pairs: list[tuple[Any, FrozenMask, float]] = []
-        if self.mode == "gradient" or self.choose is not None:
-            pairs += [(frozen.variable, frozen, 0.0) for frozen in self.frozen]
+        """Zero what is masked again, and let dynamic masks change."""
         if self.averages_or_mixes(optimizer):
-            pairs += self._masked_slots(optimizer)
-        _assign_kept(pairs)
+            self.clean_slots(optimizer)
         if self.choose is not None:
             self.choose(optimizer.iterations)
+        elif self.mode == "gradient":
+            hold(self.frozen, self.fused)
 
     def clean_slots(self, optimizer: Any) -> None:
         """Give every masked position the slot values of a fresh optimizer."""
@@ -93,19 +99,28 @@ class Enforcement:
         ]
 
 
-def mask_gradient(gradient: Any, keep: Any) -> Any:
+def mask_gradient(gradient: Any, keep: Any, fused: bool = False) -> Any:
     """A gradient with masked positions at zero, also where it is NaN or infinite there.
 
     Args:
         gradient: a tensor, tf.IndexedSlices (rows of an Embedding), or None.
         keep: bool variable of the weight's shape.
+        fused: use the engine's op where it can.
     """
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         rows = tf.gather(keep, gradient.indices)
         return tf.IndexedSlices(keep_only(rows, gradient.values), gradient.indices, gradient.dense_shape)
+    if fused and gradient.dtype == tf.float32:
+        return masking.keep_only(keep, gradient)
     return keep_only(keep, gradient)
+
+
+@_as_written
+def hold(masks: Iterable[FrozenMask], fused: bool = False) -> None:
+    """Set the masked positions of weights to zero, on every replica."""
+    _assign_kept([(mask.variable, mask, 0.0) for mask in masks], fused)
 
 
 def on_all_replicas(update: Callable[[tf.distribute.Strategy], None]) -> None:
@@ -122,19 +137,21 @@ def assign(strategy: tf.distribute.Strategy, variable: Any, update: Callable, *a
     strategy.extended.update(getattr(target, "_variable", target), update, args=args, group=False)
 
 
-def _assign_kept(pairs: list[tuple[Any, FrozenMask, float]]) -> None:
+def _assign_kept(pairs: list[tuple[Any, FrozenMask, float]], fused: bool = False) -> None:
     """Set the masked positions of variables to a value, on every replica."""
 
     def update(strategy: tf.distribute.Strategy) -> None:
         for variable, frozen, value in pairs:
-            assign(strategy, variable, functools.partial(_keep_or, value=value), frozen.keep)
+            assign(strategy, variable, functools.partial(_keep_or, value=value, fused=fused), frozen.keep)
 
     if pairs:
         on_all_replicas(update)
 
 
-def _keep_or(variable: tf.Variable, keep: tf.Tensor, value: float) -> None:
-    if value == 0.0:
+def _keep_or(variable: tf.Variable, keep: tf.Variable, value: float, fused: bool) -> None:
+    if fused and value == 0.0 and variable.dtype == tf.float32:
+        masking.hold(variable, keep)
+    elif value == 0.0:
         variable.assign(keep_only(keep, variable))
     else:
         current = tf.convert_to_tensor(variable)
@@ -233,7 +250,7 @@ def _rows_unconstrained(
     finally:
         for frozen, constraint in zip(rows, constraints, strict=True):
             flavour.set_constraint(frozen.variable, constraint)
-    _assign_kept([(frozen.variable, frozen, 0.0) for frozen in rows])
+    hold(rows)
 
 
 @contextlib.contextmanager
@@ -245,7 +262,7 @@ def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         logs = original(*args, **kwargs)
-        _assign_kept([(frozen.variable, frozen, 0.0) for frozen in enforcement.frozen])
+        hold(enforcement.frozen, enforcement.fused)
         if enforcement.choose is not None:
             enforcement.choose(getattr(getattr(model, "optimizer", None), "iterations", 0))
         return logs
@@ -263,7 +280,8 @@ def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
 def optimizers_of(model: Any, flavour: Flavour) -> list[Any]:
     """The optimizer that the model was compiled with, and any other that it or a model in it holds (a GAN's two)."""
     found: dict[int, Any] = {}
-    for value in (getattr(model, "optimizer", None), *(v for part in flavour.layers(model) for v in vars(part).values())):
+    held = [value for part in flavour.layers(model) for value in vars(part).values()]
+    for value in (getattr(model, "optimizer", None), *held):
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         for candidate in values:
             if flavour.is_optimizer(candidate):

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..engine import masking
 from ..errors import ArgumentError, ScheduleWarning, SparsekitWarning
 from ..flavour import Flavour, flavour_of
 from ..frozen import FrozenMasks, frozen_masks
@@ -36,17 +37,23 @@ def check_masks(model: Any) -> None:
 
 
 def enforcement_for(
-    model: Any, enforce: str = "gradient", masks: str = "static", schedule: Schedule | None = None
+    model: Any,
+    enforce: str = "gradient",
+    masks: str = "static",
+    schedule: Schedule | None = None,
+    fuse: bool = True,
 ) -> Enforcement:
     """What holds a model's frozen masks."""
     flavour, frozen = flavour_of(model), frozen_masks(model)
+    # XLA has no kernel for the engine's ops, and nothing is built for their sake.
+    fused = fuse and not flavour.uses_xla(model) and masking.ready()
     choose: Dynamic | None = None
     if schedule is not None:
         optimizer = getattr(model, "optimizer", None)
-        choose = Gradual(frozen, schedule, int(optimizer.iterations) if optimizer is not None else 0)
+        choose = Gradual(frozen, schedule, int(optimizer.iterations) if optimizer is not None else 0, fused)
     elif masks == "dynamic":
-        choose = ZerosStay(frozen)
-    return Enforcement(flavour, frozen, enforce, choose)
+        choose = ZerosStay(frozen, fused)
+    return Enforcement(flavour, frozen, enforce, choose, fused)
 
 
 def fit(model: Any, enforcement: Enforcement, **arguments: Any) -> Any:
@@ -152,8 +159,8 @@ class TrainStep:
         if model.run_eagerly:
             self._run = run
         else:
-            jit = bool(getattr(model, "jit_compile", None) or getattr(model, "_jit_compile", None))
-            self._run = tf.function(run, reduce_retracing=True, jit_compile=jit or None)
+            xla = enforcement.flavour.uses_xla(model)
+            self._run = tf.function(run, reduce_retracing=True, jit_compile=xla or None)
 
     def __call__(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
         """Train on one batch.
@@ -173,7 +180,8 @@ def _tensors(part: Any) -> Any:
 
 def masked_optimizer(optimizer: Any, model: Any, masks: str) -> Any:
     """Wrap the optimizer's updates for as long as it lives, with whatever masks the model has when a step is traced."""
-    enforcement = enforcement_for(model, masks=masks)
+    # Whether the user's own function is compiled with XLA is not known here.
+    enforcement = enforcement_for(model, masks=masks, fuse=False)
     enforcement.frozen.apply()
     enforcement.clean_slots(optimizer)
     owner = weakref.ref(model)
@@ -182,7 +190,7 @@ def masked_optimizer(optimizer: Any, model: Any, masks: str) -> Any:
         current = owner()
         if current is None or not len(frozen_masks(current)):
             return Enforcement(enforcement.flavour, FrozenMasks())
-        return enforcement_for(current, masks=masks)
+        return enforcement_for(current, masks=masks, fuse=False)
 
     wrap_updates(optimizer, find)
     return optimizer
