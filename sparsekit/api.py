@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from .criteria import Criterion
 from .distributions import Distribution
 from .errors import ArgumentError, ModelTypeError
+from .files.checkpoint import Checkpoints
 from .flavour import Flavour, flavour_of, flavour_of_optimizer
 from .frozen import attach, detach, frozen_masks
 from .masks import Mask, MaskSet
@@ -22,6 +24,7 @@ from .schedules import Schedule
 from .selection import SCOPES, choose_masks
 from .training.enforcement import bind_constraints, check_constraints
 from .training.steps import TrainStep, check_masks, check_words, enforcement_for, fit, masked_optimizer
+from .updates.step import fit_with_update
 from .weights import Selector, read, survey
 
 
@@ -175,11 +178,15 @@ def retrain(
     masks: str = "static",
     enforce: str = "gradient",
     schedule: Schedule | None = None,
+    update: Any = None,
     optimizer: Any = None,
     loss: Any = None,
     metrics: Any = None,
     validation_data: Any = None,
     callbacks: Sequence[Any] = (),
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    seed: int = 0,
     **fit_arguments: Any,
 ) -> Any:
     """Train the weights that are left; every pruned weight is exactly zero after each step.
@@ -196,11 +203,18 @@ def retrain(
         enforce: `"gradient"` masks gradients and zeroes weights after each update; `"constraint"` zeroes them through
             `variable.constraint`. The promise is the same.
         schedule: raise the sparsity along a schedule while training; a model without masks may be given then.
+        update: move the weights by this rule instead of by gradients: a rule of `sparsekit.updates` or a function
+            `(weight, mask, step, seed) -> new value`; forward pass and loss only, and no masks are needed. `include`,
+            `exclude` and the other settings of `update_step` may be given with it.
         optimizer: compile with this one; otherwise the model is trained as it was compiled.
         loss: compile with this loss.
         metrics: compile with these metrics.
         validation_data: as in fit.
         callbacks: as in fit.
+        checkpoint_dir: keep the state of the run in this folder at each epoch's end; the same call after a kill goes on
+            from there. On CPU with `tf.config.experimental.enable_op_determinism()` it ends with the same bits.
+        checkpoint_every: also save after every so many batches.
+        seed: seed of update rules, and of the order of array data in a run with checkpoints.
         fit_arguments: any other argument of fit (`batch_size`, `class_weight`, `verbose`, ...) or of compile
             (`steps_per_execution`, `jit_compile`, `loss_weights`, ...).
 
@@ -208,11 +222,13 @@ def retrain(
         The Keras History.
 
     Raises:
-        ArgumentError: if the model has no masks or is not compiled.
+        ArgumentError: if the model has no masks or is not compiled, or for arguments that do not go together.
+        FileError: if the checkpoints cannot be used.
         ViolationError: if a pruned weight is not zero in the end.
     """
     flavour = flavour_of(model)
     _whole("epochs", epochs, 1)
+    _whole("seed", seed, 0)
     inputs = _inputs(data, fit_arguments)
     if optimizer is not None and not isinstance(optimizer, (str, dict)):
         _check_same_keras(optimizer, flavour)
@@ -222,20 +238,24 @@ def retrain(
             compile_arguments[name] = fit_arguments.pop(name)
     given = {name: value for name, value in compile_arguments.items() if value is not None}
     check_words(enforce, masks)
+    if checkpoint_every is not None and checkpoint_dir is None:
+        raise ArgumentError("checkpoint_every needs a checkpoint_dir to save in.")
     _check_compiled(flavour, model, given)
+    fit_arguments |= {"epochs": epochs, "validation_data": validation_data, "callbacks": list(callbacks or ())}
+    if update is not None:
+        if schedule is not None or checkpoint_dir is not None:
+            raise ArgumentError("update= goes with neither a schedule nor a checkpoint_dir; leave that out.")
+        _compile(flavour, model, given)
+        batch = tuple(inputs.get(name) for name in ("x", "y", "sample_weight"))
+        return fit_with_update(model, batch, update, masks=masks, seed=seed, **fit_arguments)
     if schedule is not None:
         _ready_for(schedule, model, masks)
     check_masks(model)
     _compile(flavour, model, given)
-    return fit(
-        model,
-        enforcement_for(model, enforce, masks, schedule),
-        epochs=epochs,
-        validation_data=validation_data,
-        callbacks=list(callbacks or ()),
-        **inputs,
-        **fit_arguments,
-    )
+    checkpoints = None
+    if checkpoint_dir is not None:
+        checkpoints = Checkpoints(checkpoint_dir, every_steps=checkpoint_every, seed=seed)
+    return fit(model, enforcement_for(model, enforce, masks, schedule), checkpoints, **inputs, **fit_arguments)
 
 
 def _ready_for(schedule: Schedule, model: Any, masks: str) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ..engine import masking
 from ..errors import ArgumentError, ScheduleWarning, SparsekitWarning
+from ..files.checkpoint import Checkpoints
 from ..flavour import Flavour, flavour_of
 from ..frozen import FrozenMasks, frozen_masks
 from ..schedules import Schedule
@@ -56,12 +57,13 @@ def enforcement_for(
     return Enforcement(flavour, frozen, enforce, choose, fused)
 
 
-def fit(model: Any, enforcement: Enforcement, **arguments: Any) -> Any:
+def fit(model: Any, enforcement: Enforcement, checkpoints: Checkpoints | None = None, **arguments: Any) -> Any:
     """Run the model's own fit with the masks held; the model is as before afterwards, apart from its weights.
 
     Args:
         model: a compiled model.
         enforcement: what holds the masks.
+        checkpoints: where the run keeps its state, if it does.
         arguments: passed to `model.fit`.
 
     Returns:
@@ -81,7 +83,11 @@ def fit(model: Any, enforcement: Enforcement, **arguments: Any) -> Any:
     flavour.forget_train_function(model)
     try:
         with enforced(enforcement, model, optimizers):
-            history = model.fit(**arguments)
+            if checkpoints is None:
+                history = model.fit(**arguments)
+            else:
+                masks = {f"mask {mask.path}": mask.keep for mask in frozen}
+                history = checkpoints.fit(model, extra=masks, **arguments)
         _warn_of_restored(frozen)
     finally:
         flavour.forget_train_function(model)
