@@ -326,6 +326,8 @@ def _arrays(
     size = int(arguments.pop("batch_size", None) or 32)
     arguments.setdefault("validation_batch_size", size)
     shuffled = bool(arguments.pop("shuffle", True))
+    # What reaches fit is a dataset in its final order.
+    arguments["shuffle"] = False
     batches = math.ceil(count / size)
     spec = tf.nest.map_structure(lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), parts)
 
