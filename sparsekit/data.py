@@ -258,14 +258,14 @@ def _labels(y: np.ndarray, model: Any, loss: Any, name: str) -> np.ndarray:
     return y.astype(np.float32) if y.dtype.kind in "biu" or y.dtype == np.float64 else y
 
 
-def _check_shape(what: str, shape: tuple[int, ...], wanted: tuple[int | None, ...], name: str) -> None:
+def _check_shape(what: str, shape: tuple[int | None, ...], wanted: tuple[int | None, ...], name: str) -> None:
     fits = len(shape) == len(wanted) and all(w is None or w == s for s, w in zip(shape[1:], wanted[1:], strict=True))
     if not fits:
         needs = "(" + ", ".join(["samples", *("any" if n is None else str(n) for n in wanted[1:])]) + ")"
         hint = ""
         if wanted[-1] == 1 and len(shape) == len(wanted) - 1:
             hint = f"; add the last axis: {what}[..., None]"
-        elif math.prod(shape[1:]) == math.prod(n or 0 for n in wanted[1:]):
+        elif math.prod(n or 0 for n in shape[1:]) == math.prod(n or 0 for n in wanted[1:]):
             hint = f"; reshape it: {what}.reshape(-1, {', '.join(map(str, wanted[1:]))})"
         raise DataError(f"{what} of {name} has shape {tuple(shape)}; the model takes {needs}{hint}.")
 
