@@ -2,81 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 
 from ..errors import FileError
+from .hdf5_index import Group
 from .masks_group import GROUP, unpacked
-from .stored import StoredArray, StoredMasks, StoredModel
+from .stored import StoredArray, StoredMask, StoredModel
 
-# What HDF5's own compression can reach at most on constant data is about 1000; a file that claims more is hostile.
-_MAX_RATIO = 1100
+# Attribute that says of which Keras the model was that sparsekit saved.
+FLAVOUR = "sparsekit_flavour"
+_OPTIMIZER = "optimizer_weights"
+_ASIDE = "sparsekit_optimizer_weights"
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[h5py.File]:
-    """Open an HDF5 file for reading.
+def set_optimizer_aside(file: h5py.File) -> None:
+    """Move the optimizer's state to where Keras 3 does not look for it.
 
-    Raises:
-        FileError: if it is damaged.
+    It would build the optimizer for none of the weights of the layers, and the next fit would fail with "Unknown
+    variable". Without a state it makes a fresh one, and `load` finds the state where it is now.
     """
-    with guarded(path):
-        file = h5py.File(path, "r")
-    try:
-        yield file
-    finally:
-        with guarded(path):
-            file.close()
+    if _OPTIMIZER in file:
+        file.move(_OPTIMIZER, _ASIDE)
 
 
-@contextlib.contextmanager
-def guarded(path: Path) -> Iterator[None]:
-    """Whatever h5py says about a damaged file, in one sentence. Only reading goes in here, nothing that builds."""
-    try:
-        yield
-    except FileError:
-        raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, MemoryError) as error:
-        raise FileError(
-            f"'{path}' is a damaged HDF5 file (truncated or changed bytes); get the file again from where it came."
-        ) from error
-
-
-def read_h5(file: h5py.File, path: Path) -> StoredModel:
-    """Everything that a Keras .h5 file holds; the arrays are read later, while the file is open.
+def read_h5(file: Group) -> StoredModel:
+    """Everything that a Keras .h5 file holds; the arrays are read later.
 
     Raises:
         FileError: if the file is damaged.
     """
-    with guarded(path):
-        return _read(file, path)
-
-
-def _read(file: h5py.File, path: Path) -> StoredModel:
-    config = read_json(file, "model_config", path)
+    path = file.path
+    config = _json(file, "model_config")
     if config is not None and not isinstance(config, dict):
         raise FileError(f"The model config in '{path}' is no dictionary; the file is damaged.")
-    weights = file
-    if "layer_names" not in file.attrs and "layer_names0" not in file.attrs:
-        weights = group(file, "model_weights", path) if "model_weights" in file else None
+    weights: Group | None = file
+    if not {"layer_names", "layer_names0"} & set(file.attributes):
+        weights = file.group("model_weights") if "model_weights" in file else None
     layers, top_level = [], []
-    version = text(file.attrs.get("keras_version"))
+    version = _text(file, "keras_version")
     if weights is not None:
-        version = version or text(weights.attrs.get("keras_version"))
-        for name in names(weights, "layer_names"):
-            layers.append((name, _arrays(group(weights, name, path), path)))
+        version = version or _text(weights, "keras_version")
+        layers = [(name, _arrays(weights.group(name))) for name in names(weights, "layer_names")]
         if "top_level_model_weights" in weights:
-            top_level = _arrays(group(weights, "top_level_model_weights", path), path)
-    optimizer = []
-    if "optimizer_weights" in file:
-        optimizer = _arrays(group(file, "optimizer_weights", path), path)
-    training = read_json(file, "training_config", path)
+            top_level = _arrays(weights.group("top_level_model_weights"))
+    training = _json(file, "training_config")
+    optimizer = next((name for name in (_ASIDE, _OPTIMIZER) if name in file), None)
     return StoredModel(
         format="h5",
         keras_version=version,
@@ -84,91 +58,51 @@ def _read(file: h5py.File, path: Path) -> StoredModel:
         training_config=training if isinstance(training, dict) else None,
         layers=layers,
         top_level=top_level,
-        optimizer=optimizer,
+        optimizer=[] if optimizer is None else _arrays(file.group(optimizer)),
         masks=_masks(file, path),
+        flavour=_text(file, FLAVOUR) or None,
     )
 
 
-def _masks(file: h5py.File, path: Path) -> StoredMasks | None:
+def _masks(file: Group, path: Path) -> list[StoredMask]:
     if GROUP not in file:
-        return None
-    masks = group(file, GROUP, path)
-    return unpacked(lambda name: array(masks, name, path).read(), path)
+        return []
+    masks = file.group(GROUP)
+    return unpacked(list(masks.members), lambda name: masks.dataset(name).read(), path)
 
 
-def _arrays(owner: h5py.Group, path: Path) -> list[StoredArray]:
-    return [array(owner, name, path) for name in names(owner, "weight_names")]
-
-
-def array(owner: h5py.Group, name: str, path: Path) -> StoredArray:
-    """One dataset, checked: it lies in this file, holds numbers and is not larger than the file can hold."""
-    found = _get(owner, name, path)
-    if not isinstance(found, h5py.Dataset):
-        raise FileError(f"'{path}' is damaged: '{name}' should be an array of numbers.")
-    if found.external or found.is_virtual:
-        raise FileError(f"'{path}' keeps '{name}' in another file, which is not opened; save the model into one file.")
-    if found.dtype.kind not in "fiub" and found.dtype.name != "bfloat16":
-        raise FileError(f"'{path}' holds '{name}' as {found.dtype}, which is no number; the file is damaged.")
-    stored = found.id.get_storage_size()
-    if found.nbytes > stored * (_MAX_RATIO if found.chunks else 1):
-        raise FileError(
-            f"'{path}' is damaged: '{name}' claims {found.nbytes:,} bytes and has {stored:,} in the file."
-        )
-
-    def read() -> np.ndarray:
-        with guarded(path):
-            return np.asarray(found[()])
-
-    return StoredArray(name, tuple(found.shape), read)
-
-
-def group(owner: h5py.Group, name: str, path: Path) -> h5py.Group:
-    found = _get(owner, name, path)
-    if not isinstance(found, h5py.Group):
-        raise FileError(f"'{path}' is damaged: '{name}' should be a group.")
+def _arrays(owner: Group) -> list[StoredArray]:
+    found = []
+    for name in names(owner, "weight_names"):
+        dataset = owner.dataset(name)
+        found.append(StoredArray(name, dataset.shape, dataset.read))
     return found
 
 
-def _get(owner: h5py.Group, name: str, path: Path) -> Any:
-    """A member by its path; links that lead to other files are not followed."""
-    here: Any = owner
-    for part in name.split("/"):
-        if not part:
-            continue
-        if not isinstance(here, h5py.Group) or part not in here:
-            raise FileError(f"'{path}' is damaged or incomplete: it lists '{name}', which is not there.")
-        if isinstance(here.get(part, getlink=True), h5py.ExternalLink):
-            raise FileError(f"'{path}' links '{name}' to another file, which is not opened.")
-        here = here[part]
-    return here
-
-
-def names(owner: h5py.Group, attribute: str) -> list[str]:
+def names(owner: Group, attribute: str) -> list[str]:
     """A list of names, which Keras cuts into numbered pieces if it is too long for one attribute."""
-    if attribute in owner.attrs:
-        return [text(name) for name in np.ravel(owner.attrs[attribute])]
-    found: list[str] = []
-    number = 0
-    while f"{attribute}{number}" in owner.attrs:
-        found += [text(name) for name in np.ravel(owner.attrs[f"{attribute}{number}"])]
-        number += 1
-    return found
+    if attribute in owner.attributes:
+        pieces = [owner.attributes[attribute]]
+    else:
+        pieces = []
+        while f"{attribute}{len(pieces)}" in owner.attributes:
+            pieces.append(owner.attributes[f"{attribute}{len(pieces)}"])
+    return [str(name) for piece in pieces for name in (piece if isinstance(piece, list) else [piece])]
 
 
-def text(value: Any) -> str:
-    """A string attribute, which is bytes in old files."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if isinstance(value, np.ndarray) and value.size == 1:
-        return text(value.reshape(-1)[0])
-    return "" if value is None or isinstance(value, h5py.Empty) else str(value)
+def _text(owner: Group, attribute: str) -> str:
+    """A string attribute; `""` if it is not there."""
+    value = owner.attributes.get(attribute)
+    if isinstance(value, list):
+        value = value[0] if len(value) == 1 else None
+    return value if isinstance(value, str) else ""
 
 
-def read_json(file: h5py.File, attribute: str, path: Path) -> Any:
+def _json(file: Group, attribute: str) -> Any:
     """A JSON attribute, or None."""
-    if attribute not in file.attrs:
+    if attribute not in file.attributes:
         return None
     try:
-        return json.loads(text(file.attrs[attribute]))
+        return json.loads(_text(file, attribute))
     except (ValueError, RecursionError) as error:
-        raise FileError(f"The {attribute} in '{path}' is no valid JSON; the file is damaged.") from error
+        raise FileError(f"The {attribute} in '{file.path}' is no valid JSON; the file is damaged.") from error

@@ -12,9 +12,8 @@ import numpy as np
 
 from ..errors import FileError
 from ..weights import is_kernel
-from .h5 import opened, read_h5
 from .keras_zip import as_stored
-from .loading import candidates, sniff
+from .loading import candidates, read_stored, sniff
 from .repairs import MODELS, Applied, repair
 from .safety import check_known, check_safe
 from .stored import StoredArray, StoredModel
@@ -113,10 +112,9 @@ def inspect_file(path: str | os.PathLike[str], *, custom_objects: dict[str, Any]
             stored = as_stored(path)
             weights = _weights(stored)
         else:
-            with opened(path) as file:
-                stored = read_h5(file, path)
-                kind = stored.format
-                weights = _weights(stored)
+            stored = read_stored(path)
+            kind = stored.format
+            weights = _weights(stored)
         repairs = _repairs(stored, custom_objects, path)
     except FileError as error:
         problem = str(error)
@@ -132,7 +130,7 @@ def inspect_file(path: str | os.PathLike[str], *, custom_objects: dict[str, Any]
         weights=tuple(weights),
         optimizer=str(optimizer.get("class_name")).split(">")[-1] if isinstance(optimizer, dict) else None,
         loss=training.get("loss"),
-        masked=len(stored.masks.masks) if stored and stored.masks else 0,
+        masked=len(stored.masks) if stored else 0,
         raw_bytes=raw,
         gzip_bytes=zipped,
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 import json
 import re
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from ..errors import FileError
-from .h5 import array, guarded
+from .hdf5_index import index
 from .masks_group import MEMBER, unpacked
-from .stored import StoredArray, StoredMasks, StoredModel
+from .stored import StoredArray, StoredMask, StoredModel
 
 _DAMAGED = (zipfile.BadZipFile, OSError, ValueError, RecursionError, EOFError, NotImplementedError, MemoryError)
 # Deflate reaches about 1000 on constant data; more is a bomb.
@@ -60,14 +60,14 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def read_masks(path: Path) -> StoredMasks | None:
-    """The masks in the zip, or None."""
+def read_masks(path: Path) -> list[StoredMask]:
+    """The masks in the zip."""
     with zipfile.ZipFile(path) as archive:
         if MEMBER not in archive.namelist():
-            return None
+            return []
     try:
         with np.load(io.BytesIO(member(path, MEMBER)), allow_pickle=False) as arrays:
-            return unpacked(lambda name: arrays[name], path)
+            return unpacked(arrays.files, lambda name: arrays[name], path)
     except _DAMAGED as error:
         if isinstance(error, FileError):
             raise
@@ -84,17 +84,14 @@ def as_stored(path: Path) -> StoredModel:
     version = str(read_json(path, "metadata.json").get("keras_version", ""))
     if not re.match(r"\d+\.", version):
         raise FileError(f"'{path}' does not say which Keras wrote it; the file is damaged.")
-    arrays: list[StoredArray] = []
-    optimizer: list[StoredArray] = []
-    weights = io.BytesIO(member(path, "model.weights.h5"))
-    with guarded(path), h5py.File(weights, "r") as file:
-        names: list[str] = []
-        file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        for name in names:
-            one = array(file, name, path)
-            values = one.read()
-            (optimizer if name.startswith("optimizer/") else arrays).append(
-                StoredArray(name, one.shape, lambda values=values: values)
+    arrays, optimizer = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "model.weights.h5"
+        weights.write_bytes(member(path, weights.name))
+        for dataset in index(weights).datasets():
+            values = dataset.read()
+            (optimizer if dataset.name.startswith("optimizer/") else arrays).append(
+                StoredArray(dataset.name, dataset.shape, lambda values=values: values)
             )
     training = config.get("compile_config")
     training = dict(training) if isinstance(training, dict) else None

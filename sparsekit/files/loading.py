@@ -10,19 +10,23 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, FileError, ModelTypeError, SparsekitWarning
+import numpy as np
+
+from ..errors import ArgumentError, FileError, MaskError, ModelTypeError, SparsekitWarning
 from ..flavour import NAMES, Flavour, flavour_of, get
 from ..frozen import attach
 from ..masks import Mask, MaskSet
 from ..weights import all_weights
 from .compiling import compile_as_stored
 from .equivalence import same_predictions
-from .h5 import opened, read_h5
+from .h5 import read_h5
+from .hdf5_index import index
 from .keras_zip import as_stored, read_masks
 from .rebuild import SLACK, build, put_weights, why_not_built
 from .repairs import repair
 from .safety import check_known, check_safe
-from .stored import StoredMasks, StoredModel
+from .sparse_file import MARK, read_sparse
+from .stored import StoredMask, StoredModel
 
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
@@ -60,20 +64,16 @@ def load(
         if model is not None:
             raise FileError(f"'{path}' holds a whole model; leave model= out.")
         loaded = _load_keras(path, custom_objects, flavour, safe)
-        masks = read_masks(path)
-        if masks is not None:
-            restore_masks(loaded, masks, path)
+        restore_masks(loaded, read_masks(path), path)
         return loaded
-    with opened(path) as file:
-        stored = read_h5(file, path)
-        if model is not None:
-            loaded, notes = _fill(model, stored, path), []
-        else:
-            loaded, notes = _build(stored, path, custom_objects, flavour, safe)
-        for note in notes:
-            warnings.warn(note, SparsekitWarning, stacklevel=2)
-        if stored.masks is not None:
-            restore_masks(loaded, stored.masks, path)
+    stored = read_stored(path)
+    if model is not None:
+        loaded, notes = _fill(model, stored, path), []
+    else:
+        loaded, notes = _build(stored, path, custom_objects, flavour, safe)
+    for note in notes:
+        warnings.warn(note, SparsekitWarning, stacklevel=2)
+    restore_masks(loaded, stored.masks, path)
     return loaded
 
 
@@ -111,6 +111,16 @@ def sniff(path: Path) -> str:
     )
 
 
+def read_stored(path: Path) -> StoredModel:
+    """What an HDF5 file holds, plain or sparse.
+
+    Raises:
+        FileError: if it is damaged.
+    """
+    file = index(path)
+    return read_sparse(file) if MARK in file.attributes else read_h5(file)
+
+
 def candidates(
     stored: StoredModel, custom_objects: dict[str, Any] | None, flavour: str | None, path: Path
 ) -> list[Flavour]:
@@ -126,6 +136,9 @@ def candidates(
     own = _flavour_of_objects(custom_objects)
     if own is not None:
         return [own]
+    if stored.flavour in NAMES:
+        # A file that sparsekit wrote comes back as the model that it was.
+        return [get(stored.flavour)]
     if stored.major == 3:
         return [get("keras")]
     found = []
@@ -221,19 +234,32 @@ def _load_keras(
         raise FileError(why_not_built(error, own, path)) from error
 
 
-def restore_masks(model: Any, stored: StoredMasks, path: Path) -> None:
+def restore_masks(model: Any, stored: list[StoredMask], path: Path) -> None:
     """Freeze the masks of a file for the model that was loaded from it."""
+    if not stored:
+        return
     refs = all_weights(model)
-    known = {ref.path for ref in refs}
+    known = {ref.path: ref for ref in refs}
     masks, targets = [], {}
-    for name in stored.masks:
-        mask = stored.masks.mask(name)
-        if name not in known:
-            position = stored.positions[name]
-            if position >= len(refs) or refs[position].shape != mask.shape:
-                raise FileError(f"'{path}' carries a mask for '{name}', which its model does not have.")
-            mask = Mask(refs[position].path, mask.keep, mask.pattern)
-        masks.append(mask)
-        if name in stored.targets:
-            targets[mask.path] = stored.targets[name]
-    attach(model, MaskSet(masks), targets)
+    for one in stored:
+        ref = known.get(one.path)
+        if ref is None or ref.shape != one.shape:
+            ref = refs[one.position] if 0 <= one.position < len(refs) else None
+        if ref is None or ref.shape != one.shape:
+            raise FileError(f"'{path}' carries a mask for '{one.path}' {one.shape}, which its model does not have.")
+        masks.append(Mask(ref.path, ref.numpy() != 0 if one.keep is None else one.keep, one.pattern))
+        if one.target is not None:
+            targets[ref.path] = one.target
+    try:
+        restored = MaskSet(masks)
+    except MaskError as error:
+        raise FileError(f"'{path}' carries two masks for one weight; the file is damaged.") from error
+    changed = sum(int(np.count_nonzero(known[mask.path].numpy()[~mask.keep])) for mask in masks)
+    if changed:
+        warnings.warn(
+            f"{changed} weights in '{path}' are not zero where its masks say so, because something else trained and "
+            "saved it; they are zero now.",
+            SparsekitWarning,
+            stacklevel=3,
+        )
+    attach(model, restored, targets)

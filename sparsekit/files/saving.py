@@ -13,15 +13,18 @@ import numpy as np
 from ..errors import FileError
 from ..flavour import flavour_of
 from .atomic import replacing
+from .h5 import FLAVOUR, set_optimizer_aside
 from .masks_group import MEMBER, pack, write_masks
+from .sparse_file import write_sparse
 
 
 def save(
     model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, include_optimizer: bool = True
 ) -> None:
-    """Write a model to a plain Keras file: .h5, .hdf5 or .keras, in the Keras that it belongs to.
+    """Write a model to a plain Keras file: .h5, .hdf5 or .keras, in the Keras that it belongs to; or to a .sparse.h5.
 
-    The file appears whole or not at all. Masks ride along, one bit a weight, where every Keras ignores them.
+    The file appears whole or not at all. Masks ride along, one bit a weight, where every Keras ignores them. A plain
+    file opens without sparsekit; a .sparse.h5 is far smaller and opens with `sparsekit.load` only.
 
     Args:
         model: a Keras model.
@@ -40,12 +43,17 @@ def save(
         raise FileError(f"'{target}' has no known ending; give a name in .h5, .hdf5, .keras or .sparse.h5.")
     with replacing(target, overwrite=overwrite) as temporary:
         try:
-            if name.endswith(".keras"):
+            if name.endswith(".sparse.h5"):
+                write_sparse(model, flavour, temporary, include_optimizer)
+            elif name.endswith(".keras"):
                 flavour.save_keras(model, temporary, include_optimizer)
                 _append_masks(temporary, model)
             else:
                 with h5py.File(temporary, "w") as file:
                     flavour.write_h5(model, file, include_optimizer)
+                    if flavour.is_keras3:
+                        set_optimizer_aside(file)
+                    file.attrs[FLAVOUR] = flavour.name
                     write_masks(file, model)
         except NotImplementedError as error:
             raise FileError(
@@ -56,7 +64,7 @@ def save(
 
 def _append_masks(path: Path, model: Any) -> None:
     arrays = pack(model)
-    if arrays is None:
+    if not arrays:
         return
     with zipfile.ZipFile(path, "a") as archive, archive.open(MEMBER, "w") as member:
         np.savez_compressed(member, allow_pickle=False, **arrays)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..masks import MaskSet
-
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
@@ -30,20 +28,26 @@ class StoredArray:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-@dataclass(frozen=True)
-class StoredMasks:
-    """The masks that ride along in a file.
+@dataclass(frozen=True, eq=False)
+class StoredMask:
+    """A mask that rides along in a file.
 
     Args:
-        masks: the masks, by weight path.
-        targets: sparsity that was asked for, for the paths where it is known.
-        positions: place of each weight in the order of the model's weights; finds a weight that another Keras
-            calls by another name.
+        path: path of its weight when it was saved.
+        shape: shape of the weight.
+        pattern: name of the structure of the zeros.
+        target: sparsity that was asked for, if known.
+        position: place of the weight in the order of the model's weights; finds a weight that another Keras, or the
+            same after loading, calls by another name.
+        keep: bool array, True = keep; None if the weight's own zeros are the mask.
     """
 
-    masks: MaskSet
-    targets: dict[str, float]
-    positions: dict[str, int]
+    path: str
+    shape: tuple[int, ...]
+    pattern: str
+    target: float | None
+    position: int
+    keep: np.ndarray | None = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +62,8 @@ class StoredModel:
         layers: `(layer name, its arrays)` in the file's order.
         top_level: arrays that the model itself owns.
         optimizer: arrays of the optimizer.
-        masks: masks that ride along, or None.
+        masks: masks that ride along.
+        flavour: the Keras of the model that was saved, where the file says it.
     """
 
     format: str
@@ -68,7 +73,8 @@ class StoredModel:
     layers: list[tuple[str, list[StoredArray]]]
     top_level: list[StoredArray]
     optimizer: list[StoredArray]
-    masks: StoredMasks | None
+    masks: list[StoredMask]
+    flavour: str | None = None
 
     @property
     def major(self) -> int:
