@@ -93,7 +93,7 @@ def prune(
         weights = {ref.path: ref.numpy for ref in chosen}
         masks = choose_masks(weights, sparsity, scope=scope, earlier=earlier, min_keep=min_keep, seed=seed, **options)
     check_constraints(flavour, model)
-    bind_constraints(flavour, attach(model, masks, dict.fromkeys(masks, sparsity)))
+    bind_constraints(flavour, model, attach(model, masks, dict.fromkeys(masks, sparsity)))
     return model
 
 
@@ -123,7 +123,7 @@ def freeze(model: Any, masks: MaskSet | Mapping[str, np.ndarray] | None = None) 
     check_constraints(flavour, model)
     frozen = attach(model, masks)
     frozen.notes.update(notes)
-    bind_constraints(flavour, frozen)
+    bind_constraints(flavour, model, frozen)
     return frozen.to_masks()
 
 

@@ -73,3 +73,7 @@ class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constr
         stream = zlib.decompressobj()
         packed = stream.decompress(base64.b64decode(config["keep"]), int(np.prod(shape)) // 8 + 1)
         return cls(unpack(np.frombuffer(packed, np.uint8), shape), inner)
+
+
+# tf_keras reads an .h5 file by the plain class name, whatever package it wrote.
+_TF_KERAS.utils.get_custom_objects()["MaskConstraint"] = MaskConstraint

@@ -109,6 +109,6 @@ def _keep_largest(keep: tf.Variable, weight: Any, sparsity: tf.Tensor) -> None:
     zeros = tf.cast(tf.round(tf.round(sparsity * (size * 1e6)) / 1e6), tf.int32)
     zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
     order = tf.argsort(tf.reshape(scores, [-1]), stable=True)
-    dropped = order[:zeros]
-    flat = tf.tensor_scatter_nd_update(tf.ones([size], tf.bool), dropped[:, None], tf.zeros(tf.shape(dropped), tf.bool))
+    # A slice of `zeros` elements would have XLA compile anew for each length.
+    flat = tf.scatter_nd(order[:, None], tf.range(size) >= zeros, [size])
     keep.assign(tf.reshape(flat, current.shape))

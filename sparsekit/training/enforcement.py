@@ -290,12 +290,14 @@ def optimizers_of(model: Any, flavour: Flavour) -> list[Any]:
     return [optimizer for key, optimizer in found.items() if key not in inner]
 
 
-def bind_constraints(flavour: Flavour, frozen: FrozenMasks) -> None:
+def bind_constraints(flavour: Flavour, model: Any, frozen: FrozenMasks) -> None:
     """Hand the frozen masks to every MaskConstraint that a layer was constructed with."""
     for mask in frozen:
         constraint = flavour.get_constraint(mask.variable)
-        if _is_ours(constraint):
+        if _is_ours(constraint) and constraint.keep is not mask.keep:
             constraint.freeze(mask.keep)
+            # A step traced before runs without the mask.
+            flavour.forget_train_function(model)
 
 
 def check_constraints(flavour: Flavour, model: Any) -> None:
