@@ -32,6 +32,7 @@ using tensorflow::errors::InvalidArgument;
 
 constexpr int64_t kMaxChunks = 32;              // independent partial sums of a gradient
 constexpr int64_t kMaxPartialFloats = 1 << 22;  // and what they may take together
+constexpr int64_t kMaxStrip = kMaxStripCols * kForwardStripRows;
 constexpr int64_t kSerialEntries = 1 << 15;
 
 struct Attributes {
@@ -219,7 +220,7 @@ class ConvOp : public OpKernel {
     load.strip_channels = filters_;
     load.entries = index.entries;
     load.max_strip_rows = flat ? 1 : kForwardStripRows;
-    load.max_strip_cols = flat ? kMaxStripCols * kForwardStripRows : kMaxStripCols;
+    load.max_strip_cols = kMaxStripCols;
     load.per_vector = 0.55;
     load.per_entry = 2.0;
     load.per_row = 20.0;
@@ -247,7 +248,10 @@ class ConvOp : public OpKernel {
 
     const int64_t strip = plan.strip_rows * plan.strip_cols;
     const int64_t tile_vectors = plan.channel_stride * load.tile_channels;
-    const int64_t slot_vectors = tile_vectors + filters_ * strip + CeilDiv(channels, kLanes);
+    // With one block the results of a few lists leave at once; with more they wait for the other blocks.
+    const int64_t kept = index.lists == filters_ ? 0 : 1;
+    const int64_t sum_vectors = strip * (kept ? filters_ : kLanes);
+    const int64_t slot_vectors = tile_vectors + sum_vectors + CeilDiv(channels, kLanes);
     Tensor slot_memory;
     char* slot_data;
     OP_REQUIRES_OK(context, Allocate(context, workers.Slots(plan.groups) * slot_vectors * kVectorBytes,
@@ -255,15 +259,13 @@ class ConvOp : public OpKernel {
     const Image image{x.flat<float>().data(), nullptr, rows.in, cols.in, channels};
     const float* add = bias.NumElements() == 0 ? nullptr : bias.flat<float>().data();
     float* out = y->flat<float>().data();
-    const bool folded = plan.strip_cols > kMaxStripCols;
-    const ForwardKernel kernel = plan.strip_rows == 2 || folded
-                                     ? ForwardKernelOf<2>(folded ? plan.strip_cols / 2 : plan.strip_cols)
-                                     : ForwardKernelOf<1>(plan.strip_cols);
-    const int64_t pitch = kVectorBytes * (folded ? plan.strip_cols / 2 : plan.packed_cols);
+    const ForwardKernel kernel =
+        plan.strip_rows == 2 ? ForwardKernelOf<2>(plan.strip_cols) : ForwardKernelOf<1>(plan.strip_cols);
+    const int64_t pitch = kVectorBytes * plan.packed_cols;
     workers.ForEach(plan.groups, [&](int64_t slot, int64_t group) {
       Vec* tile = reinterpret_cast<Vec*>(slot_data) + slot * slot_vectors;
       Vec* sums = tile + tile_vectors;
-      float* zeros = reinterpret_cast<float*>(sums + filters_ * strip);
+      float* zeros = reinterpret_cast<float*>(sums + sum_vectors);
       std::fill(zeros, zeros + channels, 0.0f);
       const Lanes lanes = plan.LanesOf(group);
       Vec* part = tile;
@@ -278,11 +280,21 @@ class ConvOp : public OpKernel {
       for (int64_t row = 0; row < plan.tile_rows; row += plan.strip_rows) {
         for (int64_t col = 0; col < plan.tile_cols; col += plan.strip_cols) {
           const char* operand = reinterpret_cast<const char*>(tile + row * plan.packed_cols + col);
+          int64_t at[kMaxStrip * kLanes];
+          Locate(lanes, {1, 0, 1, 0}, {row, col, plan.strip_rows, plan.strip_cols}, rows.out, cols.out, filters_, at);
           for (int64_t list = 0; list < index.lists; list += filters_) {
-            kernel(entries, index.starts + list, filters_, operand, pitch, list == 0, sums);
+            const bool last = list + filters_ == index.lists;
+            for (int64_t filter = 0; filter < filters_; filter += kLanes) {
+              const int count = static_cast<int>(std::min<int64_t>(kLanes, filters_ - filter));
+              Vec* part_sums = sums + filter * strip * kept;
+              const Ahead results{last ? out + filter : nullptr, at};
+              kernel(entries, index.starts + list + filter, count, operand, pitch, list == 0, part_sums, results);
+              if (!last) continue;
+              for (int64_t i = 0; i < strip; ++i) {
+                UnpackPixel(part_sums + i, strip, at + i * kLanes, filter, count, add, relu_, out);
+              }
+            }
           }
-          Unpack(sums, strip, plan.strip_cols, lanes, {1, 0, 1, 0}, {row, col, plan.strip_rows, plan.strip_cols},
-                 add, relu_, out, rows.out, cols.out, filters_);
         }
       }
     });
@@ -387,7 +399,8 @@ class ConvGradOp : public OpKernel {
     const int64_t chunks =
         std::min({plan.groups, kMaxChunks, std::max<int64_t>(kMaxPartialFloats / chunk_floats, 2)});
     const int64_t tile_vectors = plan.channel_stride * filters;
-    const int64_t strip_vectors = channels * plan.strip_cols;
+    const int64_t kept = phase_lists == channels ? 0 : 1;
+    const int64_t strip_vectors = plan.strip_cols * (kept ? channels : kLanes);
     const int64_t slot_vectors = tile_vectors + 2 * strip_vectors + CeilDiv(std::max(channels, filters), kLanes);
     Tensor chunk_memory, slot_memory;
     char *chunk_data, *slot_data;
@@ -424,18 +437,33 @@ class ConvGradOp : public OpKernel {
           for (int64_t row = 0; row < plan.tile_rows; ++row) {
             for (int64_t col = 0; col < plan.tile_cols; col += plan.strip_cols) {
               const Window window{row, col, 1, plan.strip_cols};
-              Pack(input, lanes, walk, window, zeros, strip_input, plan.strip_cols, plan.strip_cols);
+              int64_t at[kMaxStrip * kLanes];
+              Locate(lanes, walk, window, rows.in, cols.in, channels, at);
               const char* operand = reinterpret_cast<const char*>(tile + row * plan.packed_cols + col);
               ValueSums value_sums(sums, starts[0]);
               for (int64_t list = 0; list < phase_lists; list += channels) {
-                kernel(entries, starts + list, channels, operand, strip_input, list == 0, strip_gradient,
-                       &value_sums);
+                const bool last = input_gradient_ && list + channels == phase_lists;
+                for (int64_t channel = 0; channel < channels; channel += kLanes) {
+                  const int count = static_cast<int>(std::min<int64_t>(kLanes, channels - channel));
+                  Vec* in = strip_input + channel * plan.strip_cols * kept;
+                  Vec* result = strip_gradient + channel * plan.strip_cols * kept;
+                  if (list == 0) {
+                    for (int64_t i = 0; i < plan.strip_cols; ++i) {
+                      PackPixel(input, at + i * kLanes, zeros, channel, channel + count, in + i, plan.strip_cols);
+                    }
+                  }
+                  const bool more = list == 0 && channel + kLanes < channels;
+                  const Ahead inputs{more ? input.data + channel + kLanes : nullptr, at};
+                  const Ahead results{last ? dx_data + channel : nullptr, at};
+                  kernel(entries, starts + list + channel, count, operand, in, list == 0, result, &value_sums, inputs,
+                         results);
+                  if (!last) continue;
+                  for (int64_t i = 0; i < plan.strip_cols; ++i) {
+                    UnpackPixel(result + i, plan.strip_cols, at + i * kLanes, channel, count, nullptr, false, dx_data);
+                  }
+                }
               }
               value_sums.FlushAll(starts[phase_lists]);
-              if (input_gradient_) {
-                Unpack(strip_gradient, plan.strip_cols, plan.strip_cols, lanes, walk, window, nullptr, false,
-                       dx_data, rows.in, cols.in, channels);
-              }
             }
           }
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,11 @@ import tensorflow as tf
 from sparsekit.engine import build
 from sparsekit.errors import ArgumentError, MaskError
 
-# What one block of operand channels may take in the first-level cache, and how many entries a list of a block must
-# have on average for the block to pay for reading and writing its sums once more.
-_BLOCK_BYTES = 32 * 1024
-_BLOCK_ENTRIES = 12
-_VECTOR_BYTES = 64
+# A block of operand channels should fit into the first-level cache, but its lists need enough entries on average to pay
+# for reading and writing their sums once more.
+_BLOCK_VECTORS = 512
+_FORWARD_ENTRIES = 6
+_BACKWARD_ENTRIES = 10
 _STRIP_COLS = 8
 
 Index = tuple[Any, Any, Any]
@@ -75,13 +76,9 @@ class ConvStructure:
         stride = _pair(strides, spatial, "strides")
         dilate = _pair(dilation, spatial, "dilation")
         if padding not in ("same", "valid") and not (padding == "causal" and spatial == 1):
-            raise ArgumentError(
-                f'padding is {padding!r}, but "same", "valid" or, in 1-D only, "causal" is needed'
-            )
+            raise ArgumentError(f'padding is {padding!r}, but "same", "valid" or, in 1-D only, "causal" is needed')
         if groups < 1 or keep.shape[-1] % groups:
-            raise ArgumentError(
-                f"groups is {groups}, but a divisor of the {keep.shape[-1]} output channels is needed"
-            )
+            raise ArgumentError(f"groups is {groups}, but a divisor of the {keep.shape[-1]} output channels is needed")
         full = keep if spatial == 2 else keep[np.newaxis]
         forward, backward = _indices(full, stride, dilate, groups)
         return cls(keep, stride, padding, dilate, groups, forward, backward)
@@ -190,9 +187,7 @@ def _convolve(
 
     @tf.custom_gradient
     def run(x: tf.Tensor, values: tf.Tensor, bias: tf.Tensor) -> Any:
-        y = ops.sparsekit_conv(
-            x, values, bias, *structure.forward, filters=structure.filters, relu=relu, **attributes
-        )
+        y = ops.sparsekit_conv(x, values, bias, *structure.forward, filters=structure.filters, relu=relu, **attributes)
 
         def gradient(dy: tf.Tensor) -> Any:
             dx, dvalues, dbias = ops.sparsekit_conv_grad(
@@ -228,9 +223,7 @@ def _pair(value: int | tuple[int, ...], spatial: int, name: str) -> tuple[int, i
     return (1, numbers[0]) if spatial == 1 else (numbers[0], numbers[1])
 
 
-def _indices(
-    keep: np.ndarray, strides: tuple[int, int], dilation: tuple[int, int], groups: int
-) -> tuple[Index, Index]:
+def _indices(keep: np.ndarray, strides: tuple[int, int], dilation: tuple[int, int], groups: int) -> tuple[Index, Index]:
     """Lists by output channel and by input channel, each in blocks of operand channels."""
     rows, cols, group_channels, filters = keep.shape
     channels, taps = group_channels * groups, rows * cols
@@ -240,7 +233,9 @@ def _indices(
 
     reach = [(size - 1) * d // s for size, d, s in zip((rows, cols), dilation, strides, strict=True)]
     kept = max(out.size / (channels * filters / groups), 1e-9)
-    block = _block_channels((2 + reach[0]) * (_STRIP_COLS + reach[1]), kept)
+    strip_rows = 1 if taps == 1 else 2
+    vectors = (strip_rows + reach[0]) * (_STRIP_COLS + reach[1])
+    block = _block(channels, vectors, _FORWARD_ENTRIES / kept)
     forward = _index(channel // block * filters + out, -(-channels // block) * filters, channel * taps + tap)
 
     slots, counts = [], []
@@ -249,7 +244,8 @@ def _indices(
         slots.append(slot)
         counts.append(used.size)
     phase = slots[0][row] * counts[1] + slots[1][col]
-    block = _block_channels((1 + reach[0]) * (_STRIP_COLS + reach[1]), kept / (counts[0] * counts[1]))
+    vectors = (1 + reach[0]) * (_STRIP_COLS + reach[1])
+    block = _block(filters, vectors, _BACKWARD_ENTRIES * counts[0] * counts[1] / kept)
     blocks = -(-filters // block)
     backward = _index(
         (phase * blocks + out // block) * channels + channel,
@@ -259,8 +255,10 @@ def _indices(
     return forward, backward
 
 
-def _block_channels(vectors: int, kept: float) -> int:
-    return max(int(_BLOCK_BYTES / _VECTOR_BYTES / vectors), int(np.ceil(_BLOCK_ENTRIES / kept)), 1)
+def _block(channels: int, vectors: int, wanted: float) -> int:
+    """Channels of a block: what fits or what the lists need, in blocks of about one size."""
+    least = max(_BLOCK_VECTORS // vectors, min(wanted, channels), 1)
+    return math.ceil(channels / max(int(channels // least), 1))
 
 
 def _index(lists: np.ndarray, count: int, taps: np.ndarray) -> Index:

@@ -12,6 +12,15 @@ struct Entry {
   float value;
 };
 
+// GCC would otherwise load a vector from memory once more for its second use, and the loads are what limits the loop.
+inline void KeepInRegister(Vector& vector) {
+#if defined(__SSE__)
+  asm("" : "+v"(vector));
+#elif defined(__aarch64__)
+  asm("" : "+w"(vector));
+#endif
+}
+
 constexpr int kMaxStripCols = 8;
 
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -22,19 +31,34 @@ constexpr int kForwardStripRows = 1;  // 16 vector registers: 8 sums
 constexpr int kBackwardStripCols = 5;
 #endif
 
-// sums[o] (+)= value * operand over the entries of each row o; a strip is Rows x Cols pixels, held in registers.
+// Pixels of a strip that are asked for from memory while the lists run, one lane for each list.
+struct Ahead {
+  const float* data = nullptr;  // null: none
+  const int64_t* at = nullptr;  // [pixel][lane]
+
+  template <int Pixels, bool Write>
+  void Fetch(int64_t lane) const {
+    if (data == nullptr) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < Pixels; ++i) __builtin_prefetch(data + at[i * kLanes + lane], Write, 3);
+  }
+};
+
+// sums[o] (+)= value * operand over the entries of each list o; a strip is Rows x Cols pixels, held in registers.
 //
-// Args: starts: first entry of each of the `count` rows, and the end of the last. pitch: bytes from row to row.
+// Args: starts: first entry of each of the `count` <= kLanes lists, and the end of the last. pitch: bytes from row to
+// row. results: where the sums will be written to.
 template <int Rows, int Cols>
 void ForwardStrip(const Entry* entries, const int32_t* starts, int64_t count, const char* operand, int64_t pitch,
-                  bool first, Vec* sums) {
+                  bool first, Vec* sums, Ahead results) {
   for (int64_t o = 0; o < count; ++o, sums += Rows * Cols) {
+    results.Fetch<Rows * Cols, true>(o);
     const Entry* entry = entries + starts[o];
     const Entry* const end = entries + starts[o + 1];
     if (entry == end && !first) continue;
-    Vec sum[Rows * Cols];
+    Vector sum[Rows * Cols];
 #pragma GCC unroll 16
-    for (int i = 0; i < Rows * Cols; ++i) sum[i] = first ? Vec{} : sums[i];
+    for (int i = 0; i < Rows * Cols; ++i) sum[i] = first ? Vector{} : static_cast<Vector>(sums[i]);
     for (; entry != end; ++entry) {
       const float value = entry->value;
       const char* at = operand + entry->offset;
@@ -67,7 +91,7 @@ class ValueSums {
   void FlushBefore(int64_t entry) {
     for (; flushed_ + kLanes <= entry; flushed_ += kLanes) {
       Vec* to = reinterpret_cast<Vec*>(sums_ + flushed_);
-      *to += SumRows(At(flushed_));
+      *to += simd::SumLanes(reinterpret_cast<const float*>(At(flushed_)));
     }
   }
 
@@ -84,20 +108,22 @@ class ValueSums {
   Vec ring_[kRing];
 };
 
-// For each row i of entries: input_gradient[i] (+)= value * operand, and the sum over the strip's pixels of
+// For each list i of entries: input_gradient[i] (+)= value * operand, and the sum over the strip's pixels of
 // input[i] * operand for each entry: one load of the output gradient feeds both.
 template <int Cols, bool InputGradient>
 void BackwardStrip(const Entry* entries, const int32_t* starts, int64_t count, const char* operand, const Vec* input,
-                   bool first, Vec* input_gradient, ValueSums* value_sums) {
+                   bool first, Vec* input_gradient, ValueSums* value_sums, Ahead inputs, Ahead results) {
   for (int64_t i = 0; i < count; ++i, input += Cols, input_gradient += Cols) {
+    inputs.Fetch<Cols, false>(i);
+    results.Fetch<Cols, true>(i);
     int32_t e = starts[i];
     const int32_t end = starts[i + 1];
     if (e == end && !first) continue;
-    Vec in[Cols], gradient[Cols];
+    Vector in[Cols], gradient[Cols];
 #pragma GCC unroll 8
     for (int c = 0; c < Cols; ++c) {
       in[c] = input[c];
-      if (InputGradient) gradient[c] = first ? Vec{} : input_gradient[c];
+      if (InputGradient) gradient[c] = first ? Vector{} : static_cast<Vector>(input_gradient[c]);
     }
     while (e != end) {
       const int32_t room = ValueSums::kRing - (e & (ValueSums::kRing - 1));
@@ -106,10 +132,11 @@ void BackwardStrip(const Entry* entries, const int32_t* starts, int64_t count, c
       for (; e != stop; ++e, ++to) {
         const Vec* at = reinterpret_cast<const Vec*>(operand + entries[e].offset);
         const float value = entries[e].value;
-        Vec even = Vec{}, odd = Vec{};
+        Vector even{}, odd{};
 #pragma GCC unroll 8
         for (int c = 0; c < Cols; ++c) {
-          const Vec out = at[c];
+          Vector out = at[c];
+          KeepInRegister(out);
           if (InputGradient) gradient[c] += value * out;
           if (c == 0) {
             even = in[c] * out;
@@ -132,9 +159,9 @@ void BackwardStrip(const Entry* entries, const int32_t* starts, int64_t count, c
   }
 }
 
-using ForwardKernel = void (*)(const Entry*, const int32_t*, int64_t, const char*, int64_t, bool, Vec*);
+using ForwardKernel = void (*)(const Entry*, const int32_t*, int64_t, const char*, int64_t, bool, Vec*, Ahead);
 using BackwardKernel = void (*)(const Entry*, const int32_t*, int64_t, const char*, const Vec*, bool, Vec*,
-                                ValueSums*);
+                                ValueSums*, Ahead, Ahead);
 
 template <int Rows>
 ForwardKernel ForwardKernelOf(int64_t cols) {

@@ -78,7 +78,6 @@ inline Plan ChoosePlan(const Load& load) {
   double best_cost = std::numeric_limits<double>::infinity();
   for (int64_t strip_rows = 1; strip_rows <= load.max_strip_rows; ++strip_rows) {
     for (int64_t strip_cols = 1; strip_cols <= load.max_strip_cols; ++strip_cols) {
-      if (strip_cols > 8 && (strip_cols != 16 || strip_rows > 1)) continue;
       for (const int64_t rows : kSides) {
         if (rows % strip_rows != 0 || rows >= load.rows + strip_rows) continue;
         for (const int64_t cols : kSides) {
@@ -102,6 +101,7 @@ inline Plan ChoosePlan(const Load& load) {
           double cost = strips * load.entries * (load.per_vector * strip + load.per_entry) +
                         strips * load.phases * load.strip_channels * (load.per_row + 2 * kPackCycles * strip) +
                         kPackCycles * packed;
+          cost *= 1.0 + 0.05 * bytes / kTileBytes;
           if (bytes > kTileBytes) cost *= bytes / kTileBytes;
           cost *= static_cast<double>(CeilDiv(plan.groups, 4) * 4);
           if (cost < best_cost) {

@@ -9,98 +9,28 @@
 #include <cstdint>
 #include <cstring>
 
+#include "simd.h"
+
 namespace sparsekit {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;  // NEON, SSE, or what the compiler makes of a four-vector elsewhere
-#endif
-constexpr int kVectorBytes = kLanes * static_cast<int>(sizeof(float));
+using simd::Vector;
 
-typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
-typedef float LooseVec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(kLanes * sizeof(int32_t))));
+constexpr int kLanes = simd::kWidth;
+constexpr int kVectorBytes = simd::kBytes;
 
-inline Vec LoadLoose(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
-inline void StoreLoose(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
+// A vector in memory, whatever else the memory is read as.
+typedef simd::TightVector Vec;
 
-inline Vec LoadPart(const float* p, int n) {
+inline Vector LoadPart(const float* p, int n) {
   float full[kLanes] = {};
   std::memcpy(full, p, n * sizeof(float));
-  return LoadLoose(full);
+  return simd::Load(full);
 }
 
-inline void StorePart(float* p, Vec v, int n) {
+inline void StorePart(float* p, Vector v, int n) {
   float full[kLanes];
-  StoreLoose(full, v);
+  simd::Store(full, v);
   std::memcpy(p, full, n * sizeof(float));
-}
-
-// Lower and upper half of a0 b0 a1 b1 ...
-struct Interleaved {
-  Vec low, high;
-};
-
-#if defined(__clang__)
-template <int First>
-inline Vec InterleaveFrom(Vec a, Vec b) {
-#if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, First, First + 16, First + 1, First + 17, First + 2, First + 18, First + 3,
-                                 First + 19, First + 4, First + 20, First + 5, First + 21, First + 6, First + 22,
-                                 First + 7, First + 23);
-#elif defined(__AVX__)
-  return __builtin_shufflevector(a, b, First, First + 8, First + 1, First + 9, First + 2, First + 10, First + 3,
-                                 First + 11);
-#else
-  return __builtin_shufflevector(a, b, First, First + 4, First + 1, First + 5);
-#endif
-}
-#else
-template <int First>
-inline Vec InterleaveFrom(Vec a, Vec b) {
-  IntVec order;
-  for (int i = 0; i < kLanes; ++i) order[i] = First + i / 2 + (i % 2) * kLanes;
-  return __builtin_shuffle(a, b, order);
-}
-#endif
-
-inline Interleaved Interleave(Vec a, Vec b) {
-  return {InterleaveFrom<0>(a, b), InterleaveFrom<kLanes / 2>(a, b)};
-}
-
-// log2(kLanes) perfect shuffles of the rows transpose the square.
-inline void Transpose(Vec (&rows)[kLanes]) {
-#pragma GCC unroll 8
-  for (int stage = 1; stage < kLanes; stage *= 2) {
-    Vec next[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes / 2; ++i) {
-      const Interleaved pair = Interleave(rows[i], rows[i + kLanes / 2]);
-      next[2 * i] = pair.low;
-      next[2 * i + 1] = pair.high;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
-  }
-}
-
-// Element i of the result is the sum over the lanes of rows[i].
-inline Vec SumRows(const Vec* in) {
-  Vec rows[kLanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) rows[i] = in[i];
-#pragma GCC unroll 8
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < half; ++i) {
-      const Interleaved pair = Interleave(rows[i], rows[i + half]);
-      rows[i] = pair.low + pair.high;
-    }
-  }
-  return rows[0];
 }
 
 // An NHWC tensor; where `gate` is given only elements with gate > 0 count (the gradient of a ReLU).
@@ -124,117 +54,120 @@ struct Window {
   int64_t row, col, rows, cols;  // in tile coordinates, from the lane's origin
 };
 
-// Packs a window of all lanes as [channel][row][col] vectors.
-//
-// Args: zeros: at least `channels` zero floats. channel_stride, pitch: vectors between channels and between rows.
-inline void Pack(const Image& image, const Lanes& lanes, const Walk& walk, const Window& window, const float* zeros,
-                 Vec* out, int64_t channel_stride, int64_t pitch) {
-  const int64_t channels = image.channels;
-  int64_t line[kLanes];
-  for (int64_t r = 0; r < window.rows; ++r) {
-    for (int l = 0; l < kLanes; ++l) {
-      const int64_t y = (lanes.row[l] + window.row + r) * walk.row_step + walk.row_shift;
-      line[l] = (lanes.image[l] < 0 || y < 0 || y >= image.height) ? -1 : (lanes.image[l] * image.height + y);
-    }
-    for (int64_t c = 0; c < window.cols; ++c) {
-      const float* from[kLanes];
-      const float* gate[kLanes];
-      bool any = false;
-      for (int l = 0; l < kLanes; ++l) {
-        const int64_t x = (lanes.col[l] + window.col + c) * walk.col_step + walk.col_shift;
-        const bool inside = line[l] >= 0 && x >= 0 && x < image.width;
-        const int64_t at = (line[l] * image.width + x) * channels;
-        from[l] = inside ? image.data + at : zeros;
-        gate[l] = inside && image.gate != nullptr ? image.gate + at : zeros;
-        any |= inside;
-      }
-      Vec* to = out + r * pitch + c;
-      if (!any) {
-        for (int64_t ch = 0; ch < channels; ++ch) to[ch * channel_stride] = Vec{};
-        continue;
-      }
-      int64_t ch = 0;
-      for (; ch + kLanes <= channels; ch += kLanes) {
-        Vec rows[kLanes];
-#pragma GCC unroll 16
-        for (int l = 0; l < kLanes; ++l) rows[l] = LoadLoose(from[l] + ch);
-        if (image.gate != nullptr) {
-#pragma GCC unroll 16
-          for (int l = 0; l < kLanes; ++l) rows[l] = LoadLoose(gate[l] + ch) > 0.0f ? rows[l] : Vec{};
-        }
-        Transpose(rows);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) to[(ch + i) * channel_stride] = rows[i];
-      }
-      if (ch < channels) {
-        const int rest = static_cast<int>(channels - ch);
-        Vec rows[kLanes];
-        for (int l = 0; l < kLanes; ++l) {
-          rows[l] = LoadPart(from[l] + ch, rest);
-          if (image.gate != nullptr) rows[l] = LoadPart(gate[l] + ch, rest) > 0.0f ? rows[l] : Vec{};
-        }
-        Transpose(rows);
-        for (int i = 0; i < rest; ++i) to[(ch + i) * channel_stride] = rows[i];
-      }
-    }
-  }
-}
-
-// Writes the pixels of a packed [channel][row][col] window that lie inside of the image.
-//
-// Args: bias: `channels` floats or null. relu: clip at zero; NaN stays NaN.
-inline void Unpack(const Vec* packed, int64_t channel_stride, int64_t pitch, const Lanes& lanes, const Walk& walk,
-                   const Window& window, const float* bias, bool relu, float* data, int64_t height, int64_t width,
-                   int64_t channels) {
+// Where each pixel of a window lies: [pixel][lane], the element of its first channel, or -1 outside of the image.
+inline void Locate(const Lanes& lanes, const Walk& walk, const Window& window, int64_t height, int64_t width,
+                   int64_t channels, int64_t* at) {
   for (int64_t r = 0; r < window.rows; ++r) {
     int64_t line[kLanes];
     for (int l = 0; l < kLanes; ++l) {
       const int64_t y = (lanes.row[l] + window.row + r) * walk.row_step + walk.row_shift;
       line[l] = (lanes.image[l] < 0 || y < 0 || y >= height) ? -1 : (lanes.image[l] * height + y);
     }
-    for (int64_t c = 0; c < window.cols; ++c) {
-      float* to[kLanes];
-      bool all = true;
+    for (int64_t c = 0; c < window.cols; ++c, at += kLanes) {
       for (int l = 0; l < kLanes; ++l) {
         const int64_t x = (lanes.col[l] + window.col + c) * walk.col_step + walk.col_shift;
-        const bool inside = line[l] >= 0 && x >= 0 && x < width;
-        to[l] = inside ? data + (line[l] * width + x) * channels : nullptr;
-        all &= inside;
+        at[l] = line[l] >= 0 && x >= 0 && x < width ? (line[l] * width + x) * channels : -1;
       }
-      const Vec* from = packed + r * pitch + c;
-      for (int64_t ch = 0; ch < channels; ch += kLanes) {
-        const int n = static_cast<int>(channels - ch < kLanes ? channels - ch : kLanes);
-        Vec rows[kLanes];
-        if (n == kLanes) {
+    }
+  }
+}
+
+// Packs channels first..end of one pixel, to[(channel - first) * stride].
+//
+// Args: at: the pixel's place in each lane. zeros: at least `end` zero floats, what lies outside of the image.
+inline void PackPixel(const Image& image, const int64_t* at, const float* zeros, int64_t first, int64_t end, Vec* to,
+                      int64_t stride) {
+  const float* from[kLanes];
+  const float* gate[kLanes];
+  bool any = false;
+  for (int l = 0; l < kLanes; ++l) {
+    from[l] = at[l] >= 0 ? image.data + at[l] : zeros;
+    gate[l] = at[l] >= 0 && image.gate != nullptr ? image.gate + at[l] : zeros;
+    any |= at[l] >= 0;
+  }
+  if (!any) {
+    for (int64_t ch = first; ch < end; ++ch, to += stride) *to = Vec{};
+    return;
+  }
+  int64_t ch = first;
+  for (; ch + kLanes <= end; ch += kLanes, to += kLanes * stride) {
+    Vector rows[kLanes];
 #pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i) rows[i] = from[(ch + i) * channel_stride];
-        } else {
-          for (int i = 0; i < kLanes; ++i) rows[i] = i < n ? from[(ch + i) * channel_stride] : Vec{};
-        }
-        Transpose(rows);
-        if (bias != nullptr) {
-          const Vec add = n == kLanes ? LoadLoose(bias + ch) : LoadPart(bias + ch, n);
+    for (int l = 0; l < kLanes; ++l) rows[l] = simd::Load(from[l] + ch);
+    if (image.gate != nullptr) {
 #pragma GCC unroll 16
-          for (int l = 0; l < kLanes; ++l) rows[l] += add;
-        }
-        if (relu) {
+      for (int l = 0; l < kLanes; ++l) rows[l] = simd::Select(simd::Load(gate[l] + ch) > Vector{}, rows[l], Vector{});
+    }
+    simd::Transpose(rows);
 #pragma GCC unroll 16
-          for (int l = 0; l < kLanes; ++l) rows[l] = rows[l] < 0.0f ? Vec{} : rows[l];
-        }
-        if (all && n == kLanes) {
-#pragma GCC unroll 16
-          for (int l = 0; l < kLanes; ++l) StoreLoose(to[l] + ch, rows[l]);
-        } else {
-          for (int l = 0; l < kLanes; ++l) {
-            if (to[l] == nullptr) continue;
-            if (n == kLanes) {
-              StoreLoose(to[l] + ch, rows[l]);
-            } else {
-              StorePart(to[l] + ch, rows[l], n);
-            }
-          }
-        }
+    for (int i = 0; i < kLanes; ++i) to[i * stride] = rows[i];
+  }
+  if (ch < end) {
+    const int rest = static_cast<int>(end - ch);
+    Vector rows[kLanes];
+    for (int l = 0; l < kLanes; ++l) {
+      rows[l] = LoadPart(from[l] + ch, rest);
+      if (image.gate != nullptr) rows[l] = simd::Select(LoadPart(gate[l] + ch, rest) > Vector{}, rows[l], Vector{});
+    }
+    simd::Transpose(rows);
+    for (int i = 0; i < rest; ++i) to[i * stride] = rows[i];
+  }
+}
+
+// Packs a whole window as [channel][row][col] vectors.
+//
+// Args: channel_stride, pitch: vectors between channels and between rows.
+inline void Pack(const Image& image, const Lanes& lanes, const Walk& walk, const Window& window, const float* zeros,
+                 Vec* to, int64_t channel_stride, int64_t pitch) {
+  constexpr int64_t kPiece = 16;
+  int64_t at[kPiece * kLanes];
+  for (int64_t r = 0; r < window.rows; ++r) {
+    for (int64_t c = 0; c < window.cols; c += kPiece) {
+      const int64_t piece = window.cols - c < kPiece ? window.cols - c : kPiece;
+      Locate(lanes, walk, {window.row + r, window.col + c, 1, piece}, image.height, image.width, image.channels, at);
+      for (int64_t i = 0; i < piece; ++i) {
+        PackPixel(image, at + i * kLanes, zeros, 0, image.channels, to + r * pitch + c + i, channel_stride);
       }
+    }
+  }
+}
+
+// Writes channels first..first+count (at most kLanes) of one packed pixel to where it lies inside of the image.
+//
+// Args: from: the first channel's vector, the others `stride` apart. bias: indexed by channel, or null. relu: clip at
+// zero; NaN stays NaN.
+inline void UnpackPixel(const Vec* from, int64_t stride, const int64_t* at, int64_t first, int count,
+                        const float* bias, bool relu, float* data) {
+  Vector rows[kLanes];
+  if (count == kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = from[i * stride];
+  } else {
+    for (int i = 0; i < kLanes; ++i) rows[i] = i < count ? static_cast<Vector>(from[i * stride]) : Vector{};
+  }
+  simd::Transpose(rows);
+  if (bias != nullptr) {
+    const Vector add = count == kLanes ? simd::Load(bias + first) : LoadPart(bias + first, count);
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanes; ++l) rows[l] += add;
+  }
+  if (relu) {
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanes; ++l) rows[l] = simd::Relu(rows[l]);
+  }
+  bool all = count == kLanes;
+  for (int l = 0; l < kLanes; ++l) all &= at[l] >= 0;
+  if (all) {
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanes; ++l) simd::Store(data + at[l] + first, rows[l]);
+    return;
+  }
+  for (int l = 0; l < kLanes; ++l) {
+    if (at[l] < 0) continue;
+    if (count == kLanes) {
+      simd::Store(data + at[l] + first, rows[l]);
+    } else {
+      StorePart(data + at[l] + first, rows[l], count);
     }
   }
 }
