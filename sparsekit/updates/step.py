@@ -16,7 +16,7 @@ from ..frozen import frozen_masks
 from ..weights import Selector, prunable_weights, survey
 from .objective import Batch, Objective
 from .rules import Rule, as_rule
-from .targets import Stream, Target, component, derived_seed, noise_op_usable
+from .targets import Stream, Target, component, derived_seed, inside_replica, noise_op_usable
 
 MASKS = ("static", "dynamic")
 
@@ -189,7 +189,7 @@ class UpdateStep:
             ArgumentError: if another thread is updating the same model.
         """
         batch = tuple(_tensors(part) for part in (x, y, sample_weight))
-        if tf.inside_function() or not tf.distribute.in_cross_replica_context():
+        if tf.inside_function() or inside_replica():
             return self.train_step(batch)
         with alone(self.model):
             if not self._built:

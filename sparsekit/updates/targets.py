@@ -165,8 +165,13 @@ def component(variable: Any) -> Any:
     Keras 3 declares no way to aggregate its variables, so that TensorFlow refuses to assign them inside a replica.
     Every replica writes the same bits here, so there is nothing to aggregate.
     """
-    if not isinstance(variable, tf.distribute.DistributedValues) or tf.distribute.in_cross_replica_context():
+    if not isinstance(variable, tf.distribute.DistributedValues) or not inside_replica():
         return variable
     context = tf.distribute.get_replica_context()
     replica = int(tf.get_static_value(context.replica_id_in_sync_group))  # type: ignore[arg-type]
     return context.strategy.experimental_local_results(variable)[replica]
+
+
+def inside_replica() -> bool:
+    """Whether a replica's part of a step is being traced; without any strategy TensorFlow would say so, too."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
