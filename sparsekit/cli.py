@@ -131,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
         return commands.add_parser(
             name,
             usage=f"sparsekit {name} {usage} [options]",
-            help=text,
+            help=text.replace("%", "%%"),
             description=text[0].upper() + text[1:] + ".",
             epilog=f"{epilog}\n{_EXIT_CODES}",
             parents=[common],

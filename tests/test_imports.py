@@ -100,12 +100,13 @@ def test_the_ground_needs_numpy_only(part: str):
         assert roots <= set(sys.stdlib_module_names) | {"numpy", "sparsekit"}
 
 
-def test_help_needs_no_tensorflow():
+@pytest.mark.parametrize("command", [[], ["prune"], ["retrain"], ["inspect"], ["engine"], ["demo"]])
+def test_help_needs_no_tensorflow(command: list[str]):
     code = (
         "import sys\n"
         "from sparsekit.cli import main\n"
         "try:\n"
-        "    main(['prune', '--help'])\n"
+        f"    main({command} + ['--help'])\n"
         "finally:\n"
         "    assert not {'tensorflow', 'keras', 'tf_keras', 'h5py'} & set(sys.modules)\n"
     )
