@@ -18,27 +18,55 @@ from .errors import ArgumentError
 
 T = TypeVar("T")
 
-_PIECE = 1 << 17
+_PIECE = 1 << 16
+_GROUP = 16
 _SAMPLE = 1 << 17
 
 
 def on_pieces(work: Callable[[slice], T], size: int) -> list[T]:
     """Results of `work(flat positions)` for pieces of `size` positions, in order; many pieces run in threads."""
     pieces = [slice(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE)]
-    if len(pieces) < 4:
+    if len(pieces) <= _GROUP:
         return [work(at) for at in pieces]
+    # A thread takes several pieces at once: handing out work costs as much as working on a piece.
+    groups = [pieces[start : start + _GROUP] for start in range(0, len(pieces), _GROUP)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(work, pieces))
+        done = pool.map(lambda group: [work(at) for at in group], groups)
+        return [result for results in done for result in results]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Scores of one weight, split at two values.
+
+    Args:
+        under: how many are the lower value or less.
+        keep: flat bool array, True = above the lower value.
+        where: flat positions of those strictly between the two values, ascending.
+        inside: the scores at these positions.
+    """
+
+    under: int
+    keep: np.ndarray
+    where: np.ndarray
+    inside: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Cut:
-    """Where the ranking of one weight ends: `count` scores are dropped, all below `threshold` and the first `ties`
-    of those that equal it."""
+    """Where the ranking of one weight ends.
 
+    Args:
+        count: how many scores are dropped.
+        threshold: all below it are dropped, and of those that equal it
+        ties: so many, the first ones.
+        split: a split of the scores with the threshold strictly inside, if there is one.
+    """
+
+    count: int
     threshold: Any
     ties: int
-    count: int
+    split: Split | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,19 +93,21 @@ class Scores:
         edges = np.arange(count + 1) * self.size // max(count, 1)
         return self.open()(np.random.default_rng(0).integers(edges[:-1], edges[1:]))
 
-    def split(self, low: Any, high: Any) -> tuple[int, np.ndarray]:
-        """How many scores are `low` or less, and those strictly between `low` and `high`."""
+    def split(self, low: Any, high: Any) -> Split:
         look = self.open()
+        keep = np.empty(self.size, dtype=np.bool_)
 
-        def work(at: slice) -> tuple[int, np.ndarray]:
+        def work(at: slice) -> tuple[int, np.ndarray, np.ndarray]:
             scores = look(at)
-            inside = scores > low
-            above = int(np.count_nonzero(inside))
-            inside &= scores < high
-            return scores.size - above, scores[inside]
+            above = np.greater(scores, low, out=keep[at])
+            inside = scores < high
+            inside &= above
+            where = np.flatnonzero(inside)
+            return int(np.count_nonzero(above)), where + at.start, scores[where]
 
-        found = on_pieces(work, self.size)
-        return sum(under for under, _ in found), np.concatenate([inside for _, inside in found] or [np.empty(0)])
+        found = on_pieces(work, self.size) or [(0, np.empty(0, np.int64), np.empty(0))]
+        above, where, inside = zip(*found, strict=True)
+        return Split(self.size - sum(above), keep, np.concatenate(where), np.concatenate(inside))
 
     def count(self, value: Any) -> tuple[int, int]:
         """How many scores are below `value`, and how many equal it."""
@@ -91,7 +121,12 @@ class Scores:
         return sum(less for less, _ in found), sum(equal for _, equal in found)
 
     def keep(self, cut: Cut) -> np.ndarray:
-        """Flat read-only bool array, True = keep, with exactly `cut.count` times False."""
+        """Flat bool array, True = keep, with exactly `cut.count` times False."""
+        if cut.split is not None:
+            keep, where, inside = cut.split.keep, cut.split.where, cut.split.inside
+            keep[where[inside < cut.threshold]] = False
+            keep[where[inside == cut.threshold][: cut.ties]] = False
+            return keep
         keep = np.empty(self.size, dtype=np.bool_)
         look = self.open()
 
@@ -106,8 +141,6 @@ class Scores:
             if equal > ties:
                 keep[at][np.flatnonzero(look(at) == cut.threshold)[ties:]] = True
             start, ties = at.stop, max(0, ties - equal)
-        # Constant, so that a Mask need not copy it.
-        keep.flags.writeable = False
         return keep
 
 
@@ -123,24 +156,25 @@ def lowest(parts: Sequence[Scores], count: int) -> list[Cut]:
     # may be any number: of a kernel of -1 and 1 all scores are one.
     for low, high in (_bracket(parts, count), (-np.inf, np.inf)):
         splits = [part.split(low, high) for part in parts]
-        place = count - sum(under for under, _ in splits) - 1
-        inside = np.concatenate([found for _, found in splits])
+        place = count - sum(split.under for split in splits) - 1
+        inside = np.concatenate([split.inside for split in splits])
         if 0 <= place < inside.size:
             inside.partition(place)
             value = inside[place]
-            return _cuts(
-                value,
-                count,
-                [
-                    (under + int(np.count_nonzero(found < value)), int(np.count_nonzero(found == value)))
-                    for under, found in splits
-                ],
-            )
+            counts = [
+                (
+                    split.under + int(np.count_nonzero(split.inside < value)),
+                    int(np.count_nonzero(split.inside == value)),
+                )
+                for split in splits
+            ]
+            return _cuts(value, count, counts, splits)
+        del splits
         for value in (low, high):
             counts = [part.count(value) for part in parts]
             less = sum(below for below, _ in counts)
             if less < count <= less + sum(equal for _, equal in counts):
-                return _cuts(value, count, counts)
+                return _cuts(value, count, counts, [None] * len(parts))
     raise ArgumentError("These scores cannot be ranked; a criterion has to give numbers without NaN.")
 
 
@@ -161,14 +195,14 @@ def _bracket(parts: Sequence[Scores], count: int) -> tuple[Any, Any]:
     )
 
 
-def _cuts(threshold: Any, count: int, counts: Sequence[tuple[int, int]]) -> list[Cut]:
+def _cuts(threshold: Any, count: int, counts: Sequence[tuple[int, int]], splits: Sequence[Split | None]) -> list[Cut]:
     """Share out the scores that equal the threshold, to the earliest weights first."""
     ties = count - sum(less for less, _ in counts)
     cuts = []
-    for less, equal in counts:
+    for (less, equal), split in zip(counts, splits, strict=True):
         mine = min(ties, equal)
         ties -= mine
-        cuts.append(Cut(threshold, mine, less + mine))
+        cuts.append(Cut(less + mine, threshold, mine, split))
     return cuts
 
 
@@ -193,23 +227,22 @@ def rank(parts: Sequence[Scores], count: int, floors: Sequence[int]) -> tuple[li
             f"{count} of {total} weights cannot be dropped while each weight keeps its min_keep "
             f"({total - sum(limits)} in all); lower the sparsity or min_keep."
         )
-    cuts = [first(part, 0) for part in parts]
     free, held = list(range(len(parts))), []
     while True:
         found = lowest([parts[i] for i in free], count) if count else [first(parts[i], 0) for i in free]
-        for i, cut in zip(free, found, strict=True):
-            cuts[i] = cut
-        over = [i for i in free if cuts[i].count > limits[i]]
+        over = [i for i, cut in zip(free, found, strict=True) if cut.count > limits[i]]
         if not over:
-            return cuts, sorted(held)
+            break
         # What these weights may not give has to come from the others: rank the rest again.
+        del found
         for i in over:
-            cuts[i] = first(parts[i], limits[i])
             count -= limits[i]
             free.remove(i)
             held.append(i)
+    cuts = dict(zip(free, found, strict=True)) | {i: first(parts[i], limits[i]) for i in held}
+    return [cuts[i] for i in range(len(parts))], sorted(held)
 
 
 def first(part: Scores, count: int) -> Cut:
     """The cut that drops the `count` lowest scores of one weight."""
-    return lowest([part], count)[0] if count else Cut(-np.inf, 0, 0)
+    return lowest([part], count)[0] if count else Cut(0, -np.inf, 0)

@@ -81,7 +81,10 @@ def choose_masks(
     masks = []
     for one, part, cut in zip(scored, parts, cuts, strict=True):
         if isinstance(pattern, Unstructured):
-            keep = part.keep(cut).reshape(one.shape)
+            keep = part.keep(cut)
+            # Constant, so that a Mask need not copy it.
+            keep.flags.writeable = False
+            keep = keep.reshape(one.shape)
         else:
             keep = pattern.select(one.whole(), (one.size - cut.count) / one.size)
         masks.append(Mask(one.path, keep, pattern.name))
@@ -109,22 +112,23 @@ class _Scored:
         self.shape = self.values().shape
         self.size = int(np.prod(self.shape, dtype=np.int64))
         self.gone = 0 if self.earlier is None else self.size - int(np.count_nonzero(self.earlier))
-        self.has_zeros = False
+        # Whether a piece holds zeros, by its first position.
+        self.zeros: dict[int, bool] = {}
 
     def open(self) -> Callable[[Any], np.ndarray]:
         """A function from flat positions to scores, with what is zero or dropped already below all others."""
         weight, score = self._look()
-        if not self.has_zeros and not self.gone:
+        if not any(self.zeros.values()) and not self.gone:
             return score
         dropped = None if self.earlier is None else ~self.earlier.reshape(-1)
 
         def marked(at: Any) -> np.ndarray:
             scores = score(at)
-            # What is zero already is counted first, whatever the criterion says of it.
-            lowest = np.finfo(scores.dtype).min
-            scores = np.where(weight(at) == 0, lowest, scores)
+            if not isinstance(at, slice) or self.zeros.get(at.start, True):
+                # What is zero already is counted first, whatever the criterion says of it.
+                scores = np.where(weight(at) == 0, np.finfo(scores.dtype).min, scores)
             if dropped is not None:
-                scores[dropped[at]] = -np.inf
+                scores = np.where(dropped[at], -np.inf, scores).astype(scores.dtype, copy=False)
             return scores
 
         return marked
@@ -134,22 +138,22 @@ class _Scored:
         return self.open()(slice(None)).reshape(self.shape)
 
     def examine(self) -> None:
-        """Note whether the weight holds zeros, and see to it that values and scores are finite."""
+        """Note where the weight holds zeros, and see to it that values and scores are finite."""
         weight, score = self._look()
 
-        def work(at: slice) -> tuple[bool, int, int]:
+        def work(at: slice) -> tuple[int, bool, int, int]:
             values = weight(at)
-            return bool((values == 0).any()), _not_finite(values), _not_finite(score(at))
+            return at.start, bool((values == 0).any()), _not_finite(values), _not_finite(score(at))
 
         found = on_pieces(work, self.size)
-        self.has_zeros = any(zeros for zeros, _, _ in found)
-        bad = sum(values for _, values, _ in found)
+        self.zeros = {start: zeros for start, zeros, _, _ in found}
+        bad = sum(values for _, _, values, _ in found)
         if bad:
             raise NonFiniteError(
                 f"'{self.path}' holds {bad} NaN or infinite values and cannot be ranked; train it again or leave it "
                 f"out with exclude='{self.path}'."
             )
-        bad = sum(scores for _, _, scores in found)
+        bad = sum(scores for _, _, _, scores in found)
         if bad:
             raise NonFiniteError(
                 f"The criterion '{self.criterion.name}' gave {bad} NaN or infinite scores for '{self.path}'; use "

@@ -25,6 +25,7 @@ PARTS = st.lists(ARRAYS, min_size=1, max_size=5).filter(lambda arrays: sum(a.siz
 def small_pieces(monkeypatch):
     """Many pieces and a sample that misses most scores, on arrays of a few dozen."""
     monkeypatch.setattr(ranking, "_PIECE", 4)
+    monkeypatch.setattr(ranking, "_GROUP", 2)
     monkeypatch.setattr(ranking, "_SAMPLE", 12)
 
 
