@@ -103,7 +103,7 @@ inline Plan ChoosePlan(const Load& load) {
                         kPackCycles * packed;
           cost *= 1.0 + 0.05 * bytes / kTileBytes;
           if (bytes > kTileBytes) cost *= bytes / kTileBytes;
-          cost *= static_cast<double>(CeilDiv(plan.groups, 4) * 4);
+          cost *= static_cast<double>(CeilDiv(plan.groups, 8) * 8);
           if (cost < best_cost) {
             best_cost = cost;
             best = plan;
