@@ -51,8 +51,8 @@ DATA is one of
                    fit takes
 """
 _DESCRIPTION = (
-    "Prune a saved Keras model, retrain only the weights that are left, and save a plain Keras file in which every "
-    "pruned weight is exactly zero."
+    "Prune a saved Keras model, retrain only the weights that are left, and save a\n"
+    "plain Keras file in which every pruned weight is exactly zero."
 )
 
 
@@ -249,6 +249,11 @@ def _training(parser: argparse.ArgumentParser, flag: str, required: bool) -> Non
         help="for example accuracy; may be given again (default: from the file)",
     )
     _holding(group)
+    group.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="keep the state of the run here after each epoch; the same command after a kill goes on from there",
+    )
     group.add_argument("--pixels", choices=("raw", "unit", "signed"), help="pixels as 0..255, 0..1 or -1..1")
     group.add_argument(
         "--image-size", type=_size, metavar="HxW", help="height and width, for a model that takes any size"

@@ -380,6 +380,8 @@ def _train(
             enforce=args.enforce,
             validation_data=None if validation is None else validation.fit,
             callbacks=[progress],
+            checkpoint_dir=args.checkpoint_dir,
+            seed=args.seed,
             verbose=0,
             **options,
         )

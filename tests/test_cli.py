@@ -173,6 +173,18 @@ def test_data_from_a_function_of_the_current_folder(here, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_a_run_with_checkpoints_goes_on_with_the_same_command(here, capsys):
+    line = "prune model.h5 out.h5 --sparsity 0.75 --retrain digits.npz --checkpoint-dir state --epochs"
+    assert run(f"{line} 1") == cli.OK
+    Path("out.h5").unlink()
+    capsys.readouterr()
+    assert run(f"{line} 2") == cli.OK
+    out = capsys.readouterr().out
+    assert "epoch 2 of 2" in out
+    assert "epoch 1 of 2" not in out
+    assert zeros_of(keras.models.load_model("out.h5")) == 0.75 * SIZE
+
+
 def test_force_overwrites(capsys):
     assert run("prune model.h5 out.h5 --sparsity 0.5") == cli.OK
     assert run("prune model.h5 out.h5 --sparsity 0.75 --force") == cli.OK
