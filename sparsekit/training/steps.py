@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from typing import Any
@@ -50,8 +51,8 @@ def enforcement_for(
     fused = fuse and not flavour.uses_xla(model) and not flavour.has_own_train_step(model) and masking.ready()
     choose: Dynamic | None = None
     if schedule is not None:
-        optimizer = getattr(model, "optimizer", None)
-        choose = Gradual(frozen, schedule, int(optimizer.iterations) if optimizer is not None else 0, fused)
+        with _strategy_of(model):
+            choose = Gradual(frozen, schedule, _updates_of(getattr(model, "optimizer", None)), fused)
     elif masks == "dynamic":
         choose = ZerosStay(frozen, fused)
     return Enforcement(flavour, frozen, enforce, choose, fused)
@@ -74,9 +75,7 @@ def fit(model: Any, enforcement: Enforcement, checkpoints: Checkpoints | None = 
     """
     flavour, frozen = enforcement.flavour, enforcement.frozen
     optimizers = optimizers_of(model, flavour)
-    frozen.apply()
-    for optimizer in optimizers:
-        enforcement.clean_slots(optimizer)
+    _clean(model, enforcement, optimizers)
     if enforcement.choose is not None:
         # First, so that those of the user find the value in their logs.
         arguments["callbacks"] = [_sparsity_log(flavour, frozen), *(arguments.get("callbacks") or ())]
@@ -92,13 +91,25 @@ def fit(model: Any, enforcement: Enforcement, checkpoints: Checkpoints | None = 
     finally:
         flavour.forget_train_function(model)
         # A callback may have put back weights from before the prune; fit may have ended in an exception.
-        frozen.apply()
-        for optimizer in optimizers:
-            enforcement.clean_slots(optimizer)
+        _clean(model, enforcement, optimizers)
     frozen.check("after training")
     if isinstance(enforcement.choose, Gradual):
-        _warn_of_unreached(enforcement.choose, frozen, optimizers)
+        _warn_of_unreached(enforcement.choose, frozen, _updates_of(optimizers[0] if optimizers else None))
     return history
+
+
+def _strategy_of(model: Any) -> contextlib.AbstractContextManager:
+    """The scope of the model's distribution strategy, for a caller who stands outside of it."""
+    strategy = model.distribute_strategy
+    return contextlib.nullcontext() if strategy is tf.distribute.get_strategy() else strategy.scope()
+
+
+def _clean(model: Any, enforcement: Enforcement, optimizers: list[Any]) -> None:
+    """Zero the masked weights and give their slots the values of fresh ones."""
+    with _strategy_of(model):
+        enforcement.frozen.apply()
+        for optimizer in optimizers:
+            enforcement.clean_slots(optimizer)
 
 
 def _warn_of_restored(frozen: FrozenMasks) -> None:
@@ -113,8 +124,12 @@ def _warn_of_restored(frozen: FrozenMasks) -> None:
         )
 
 
-def _warn_of_unreached(gradual: Gradual, frozen: FrozenMasks, optimizers: list[Any]) -> None:
-    done = int(optimizers[0].iterations) if optimizers else 0
+def _updates_of(optimizer: Any) -> int:
+    """How many updates an optimizer has made."""
+    return 0 if optimizer is None else int(tf.convert_to_tensor(optimizer.iterations))
+
+
+def _warn_of_unreached(gradual: Gradual, frozen: FrozenMasks, done: int) -> None:
     if done < int(gradual._steps[-1]):
         warnings.warn(
             f"The run ended after {done} updates, before the schedule's end_step; the sparsity is "
@@ -152,9 +167,7 @@ class TrainStep:
         model, enforcement = self._model, self._enforcement
         self._optimizer, self._masks = model.optimizer, list(enforcement.frozen)
         optimizers = optimizers_of(model, enforcement.flavour)
-        enforcement.frozen.apply()
-        for optimizer in optimizers:
-            enforcement.clean_slots(optimizer)
+        _clean(model, enforcement, optimizers)
 
         @tf.autograph.experimental.do_not_convert
         def run(data: tuple) -> Any:
@@ -188,8 +201,7 @@ def masked_optimizer(optimizer: Any, model: Any, masks: str) -> Any:
     """Wrap the optimizer's updates for as long as it lives, with whatever masks the model has when a step is traced."""
     # Whether the user's own function is compiled with XLA is not known here.
     enforcement = enforcement_for(model, masks=masks, fuse=False)
-    enforcement.frozen.apply()
-    enforcement.clean_slots(optimizer)
+    _clean(model, enforcement, [optimizer])
     owner = weakref.ref(model)
 
     def find() -> Enforcement:
