@@ -1,7 +1,7 @@
 """Retrain a pruned model in a loop of one's own, with masks that stay (static) or grow (dynamic), in either Keras.
 
-    python examples/own_loop.py            # Keras 3
-    python examples/own_loop.py tf_keras
+python examples/own_loop.py            # Keras 3
+python examples/own_loop.py tf_keras
 """
 
 from __future__ import annotations

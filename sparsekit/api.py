@@ -283,10 +283,10 @@ def _compile(flavour: Flavour, model: Any, given: dict[str, Any]) -> None:
         model.compile(**{"optimizer": "adam", **given})
         return
     changed, current = dict(given), model.optimizer
-    if "optimizer" not in given and current is not None:
-        if not flavour.is_built_for(current, model.trainable_variables):
-            # A Keras 3 optimizer that came out of an .h5 knows other variables and would refuse these.
-            changed["optimizer"] = flavour.rebuilt(current)
+    kept = current is None or "optimizer" in given
+    if not kept and not flavour.is_built_for(current, model.trainable_variables):
+        # A Keras 3 optimizer that came out of an .h5 knows other variables and would refuse these.
+        changed["optimizer"] = flavour.rebuilt(current)
     if changed:
         model.compile(**{**flavour.compile_arguments(model), **changed})
 

@@ -39,9 +39,7 @@ def test_every_checkpoint_is_sparse(flavour: str, enforce: str, tmp_path) -> Non
 
     first = [checkpoint("first", e) for e in ENDINGS]
     last = [checkpoint("last", e, save_freq=2) for e in ENDINGS]
-    sparsekit.retrain(
-        model, (X, Y), epochs=2, batch_size=16, verbose=0, enforce=enforce, callbacks=[*first, *last]
-    )
+    sparsekit.retrain(model, (X, Y), epochs=2, batch_size=16, verbose=0, enforce=enforce, callbacks=[*first, *last])
     files = sorted(tmp_path.iterdir())
     assert len(files) == 12
     for file in files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from models import KERAS, X, Y, assert_held, both, mlp, retrain_watched, values, warmed
+from models import KERAS, X, Y, both, mlp, retrain_watched, values, warmed
 
 import sparsekit
 from sparsekit.errors import ArgumentError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = '''
+PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
 import numpy as np
@@ -84,6 +84,7 @@ with strategy.scope():
     masks, before = sparsekit.masks_of(model), values(model)
     step = sparsekit.train_step(model)
     optimizer = sparsekit.masked(k.optimizers.SGD(0.1, momentum=0.9), model)
+    optimizer.build(model.trainable_variables)
 sparsekit.strip(model)
 sparsekit.freeze(model, masks)
 
@@ -112,7 +113,7 @@ masks, before = sparsekit.masks_of(model), values(model)
 sparsekit.retrain(model, (X, Y), batch_size=16, verbose=0)
 check(model, masks, before)
 print("mixed")
-'''
+"""
 
 
 @pytest.mark.parametrize("flavour", ["keras", "tf_keras"])

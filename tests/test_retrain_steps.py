@@ -93,7 +93,7 @@ def test_clipping_sees_the_masked_gradient(flavour: str, enforce: str, clip: str
 @enforces
 @both
 def test_weight_averages(flavour: str, enforce: str, frequency: int | None) -> None:
-    """Averages from before the prune do not bring zeros back, and those of survivors are what they are without masks."""
+    """Averages from before the prune do not bring zeros back, and survivors still have theirs."""
     optimizer = KERAS[flavour].optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=frequency)
     model = sparsekit.prune(warmed(mlp(flavour, optimizer)), 0.5)
     retrain_watched(model, (X, Y), batch_size=8, epochs=2, enforce=enforce)

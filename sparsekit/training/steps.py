@@ -47,7 +47,8 @@ def enforcement_for(
 ) -> Enforcement:
     """What holds a model's frozen masks."""
     flavour, frozen = flavour_of(model), frozen_masks(model)
-    # XLA, which a user's own step may ask for inside, has no kernel for the engine's ops; nothing is built for their sake.
+    # XLA, which a user's own step may ask for inside, has no kernel for the engine's ops, and nothing is built for
+    # their sake.
     fused = fuse and not flavour.uses_xla(model) and not flavour.has_own_train_step(model) and masking.ready()
     choose: Dynamic | None = None
     if schedule is not None:
