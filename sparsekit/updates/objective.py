@@ -51,25 +51,35 @@ class Objective:
         x, y, sample_weight = batch
         if x is None:
             return tf.constant(float("nan")), {}
+        y_pred, loss = self._forward(batch)
+        if not self.compiled:
+            return loss, {"loss": loss} if self.has_loss else {}
+        model = self._model
+        if self._flavour.is_keras3 and self.has_loss:
+            # Keras scales each replica's loss by the number of replicas.
+            whole = loss * tf.distribute.get_strategy().num_replicas_in_sync
+            model._loss_tracker.update_state(whole, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
+        return loss, model.compute_metrics(x, y, y_pred, sample_weight)
+
+    def loss(self, batch: Batch) -> tf.Tensor:
+        """The loss alone. tf_keras counts it in metrics all the same: see `counters`."""
+        return tf.constant(float("nan")) if batch[0] is None else self._forward(batch)[1]
+
+    def _forward(self, batch: Batch) -> tuple[Any, tf.Tensor]:
+        x, y, sample_weight = batch
         model = self._model
         y_pred = self._predict(x)
         if not self.has_loss:
-            logs = model.compute_metrics(x, y, y_pred, sample_weight) if self.compiled else {}
-            return tf.constant(float("nan")), logs
+            return y_pred, tf.constant(float("nan"))
         if not self.compiled:
-            loss = self._own_loss(y, y_pred, sample_weight)
-            return loss, {"loss": loss}
+            return y_pred, self._own_loss(y, y_pred, sample_weight)
         if self._flavour.is_keras3:
             loss = model._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=self._training
             )
-            replicas = tf.distribute.get_strategy().num_replicas_in_sync
-            model._loss_tracker.update_state(
-                loss * tf.cast(replicas, loss.dtype), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0]
-            )
         else:
             loss = model.compute_loss(x, y, y_pred, sample_weight)
-        return tf.cast(loss, tf.float32), model.compute_metrics(x, y, y_pred, sample_weight)
+        return y_pred, tf.cast(loss, tf.float32)
 
     def counters(self) -> list[Any]:
         """Variables that a pass writes to and that must not remember passes on trial."""

@@ -29,6 +29,7 @@ class Trial:
         step: int64 scalar, number of updates made before this one.
         seed: the user's seed.
         measure: runs a forward pass and returns `(loss, logs)`.
+        lose: runs a forward pass and returns the loss alone.
         counters: variables that a pass on trial must not change.
         counts: whether `measure` counts in the logs; otherwise it is a pass on trial, too.
     """
@@ -39,6 +40,7 @@ class Trial:
         step: tf.Tensor,
         seed: int,
         measure: Callable[[], tuple[tf.Tensor, dict[str, Any]]],
+        lose: Callable[[], tf.Tensor],
         counters: list[Any],
         counts: bool = True,
     ) -> None:
@@ -47,6 +49,7 @@ class Trial:
         self.logs: dict[str, Any] = {}
         self._seed = seed
         self._measure = measure
+        self._lose = lose
         self._counters = counters
         self._counts = counts
 
@@ -60,7 +63,7 @@ class Trial:
     def score(self) -> tf.Tensor:
         """The same loss of a candidate: metrics, BatchNorm statistics and dropout seeds are put back after it."""
         before = [tf.identity(counter) for counter in self._counters]
-        loss, _ = self._measure()
+        loss = self._lose()
         for counter, value in zip(self._counters, before, strict=True):
             component(native(counter)).assign(value)
         return loss
@@ -126,7 +129,8 @@ class UpdateStep:
                 0, dtype=tf.int64, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
             )
         self._state = self.rule.prepare(self.targets, seed)
-        self._measure = self._compiled_measure()
+        self._measure = self._traced_once(self.objective.measure)
+        self._lose = self._traced_once(self.objective.loss)
         self._compiled = (
             None if self._eager else tf.function(self._everywhere, reduce_retracing=True, autograph=False)
         )
@@ -145,18 +149,16 @@ class UpdateStep:
     def _eager(self) -> bool:
         return bool(self.objective.compiled and self.model.run_eagerly)
 
-    def _compiled_measure(self) -> Callable[[Batch], tuple[tf.Tensor, dict[str, Any]]]:
-        """Forward pass and loss, traced once for all candidates; by XLA if that is how the model was compiled.
+    def _traced_once(self, function: Callable) -> Callable:
+        """A forward pass that is traced once for all candidates; by XLA if that is how the model was compiled.
 
         The update stays outside of XLA: ops of the engine and host searches run there as anywhere. On several
         replicas the pass is traced in place, since a function knows the variables of one replica only.
         """
         if self._eager or self._strategy.num_replicas_in_sync > 1:
-            return self.objective.measure
+            return function
         jit = bool(self.objective.compiled and self.model.jit_compile)
-        return tf.function(
-            self.objective.measure, reduce_retracing=True, jit_compile=jit or None, autograph=False
-        )
+        return tf.function(function, reduce_retracing=True, jit_compile=jit or None, autograph=False)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """One step on one replica's share of a batch, as Keras' `train_step`."""
@@ -169,6 +171,7 @@ class UpdateStep:
             count.read_value(),
             self._seed,
             lambda: self._measure(batch),
+            lambda: self._lose(batch),
             self.objective.counters(),
             self._counts,
         )
