@@ -263,14 +263,27 @@ class Flavour:
                 legacy.save_model_to_hdf5(model, file, include_optimizer=include_optimizer)
 
     def save_keras(self, model: Any, path: Any, include_optimizer: bool) -> None:
-        """Write a model as a .keras file."""
-        optimizer = model.optimizer
-        try:
-            if not include_optimizer:
-                model.optimizer = None
+        """Write a model as a .keras file; without its optimizer it is written as one that was never compiled."""
+        with contextlib.nullcontext() if include_optimizer else self._without_optimizer(model):
             model.save(path)
+
+    def load_weights(self, model: Any, path: Any) -> None:
+        """Read a .weights.h5 into a model; its optimizer stays as it is."""
+        with self._without_optimizer(model):
+            model.load_weights(path)
+
+    @contextlib.contextmanager
+    def _without_optimizer(self, model: Any) -> Iterator[None]:
+        compiled = "compiled" if self.is_keras3 else "_is_compiled"
+        kept = {name: vars(model)[name] for name in ("optimizer", compiled) if name in vars(model)}
+        try:
+            if "optimizer" in kept:
+                model.optimizer = None
+            setattr(model, compiled, False)
+            yield
         finally:
-            model.optimizer = optimizer
+            for name, value in kept.items():
+                setattr(model, name, value)
 
     def optimizer_variables(self, optimizer: Any) -> list[Any]:
         """An optimizer's variables in the order in which an .h5 file holds them."""
@@ -356,9 +369,11 @@ class Flavour:
 
     def is_built_for(self, optimizer: Any, variables: list[Any]) -> bool:
         """Whether the optimizer can update these variables; one that is not built yet can update any."""
-        tables = [_index_table(inner) for inner in self.inner_optimizers(optimizer)]
-        known = [table for table in tables if table]
-        return not known or all(any(key_of(v) in table for table in known) for v in variables)
+        inner = self.inner_optimizers(optimizer)
+        known = set().union(*map(_index_table, inner))
+        # One that Keras 3 read from an .h5 file is built, for no variables at all.
+        built = known or any(getattr(each, "built", False) for each in inner)
+        return not built or all(key_of(v) in known for v in variables)
 
     def slots(self, optimizer: Any) -> Iterator[tuple[str, Any, float]]:
         """The arrays that the optimizer keeps for each weight: moments, accumulators, averages.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
+import h5py
 import numpy as np
 
 from ..flavour import Flavour, native
@@ -13,6 +15,28 @@ from .stored import StoredArray, StoredModel
 
 # Left to compile itself, which picks the right metric from the shape of the outputs.
 _BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
+
+
+def spell_out(file: h5py.File, flavour: Flavour) -> None:
+    """Write short names of losses and metrics ("mse") in full, which is all that Keras 3 finds in an .h5."""
+    if "training_config" not in file.attrs:
+        return
+    written = file.attrs["training_config"]
+    training = json.loads(written.decode() if isinstance(written, bytes) else written)
+
+    def full(name: Any, module: Any) -> Any:
+        if not isinstance(name, str) or name in _BY_SHAPE:
+            return name
+        try:
+            found = module.get(name)
+        except ValueError:
+            # A function of the user's own.
+            return name
+        return getattr(found, "__name__", name)
+
+    for key, module in (("loss", "losses"), ("metrics", "metrics"), ("weighted_metrics", "metrics")):
+        training[key] = _each(training.get(key), lambda one, m=module: full(one, getattr(flavour.keras, m)))
+    file.attrs["training_config"] = json.dumps(training).encode()
 
 
 def compile_as_stored(

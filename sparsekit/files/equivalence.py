@@ -11,7 +11,7 @@ from ..flavour import flavour_of
 
 TOLERANCE = 1e-5
 # What an axis of free length becomes: enough for recurrent nets, then for convolutional ones with many poolings.
-_FREE = (32, 96, 224)
+_FREE = (8, 32, 96, 224)
 # Above this many values in one layer's output the check would cost more than the load.
 _MOST_VALUES = 2**27
 

@@ -49,6 +49,10 @@ def read_h5(file: Group) -> StoredModel:
         layers = [(name, _arrays(weights.group(name))) for name in names(weights, "layer_names")]
         if "top_level_model_weights" in weights:
             top_level = _arrays(weights.group("top_level_model_weights"))
+    if config is None and not layers:
+        new = _weights_of_keras_3(file)
+        if new is not None:
+            return new
     training = _json(file, "training_config")
     optimizer = next((name for name in (_ASIDE, _OPTIMIZER) if name in file), None)
     return StoredModel(
@@ -61,6 +65,24 @@ def read_h5(file: Group) -> StoredModel:
         optimizer=[] if optimizer is None else _arrays(file.group(optimizer)),
         masks=_masks(file, path),
         flavour=_text(file, FLAVOUR) or None,
+    )
+
+
+def _weights_of_keras_3(file: Group) -> StoredModel | None:
+    """A .weights.h5 holds arrays by their place in the model's objects, not by layers."""
+    if not {"layers", "_layer_checkpoint_dependencies", "vars"} & set(file.members):
+        return None
+    arrays = [StoredArray(one.name, one.shape, one.read) for one in file.datasets()]
+    weights = [array for array in arrays if not array.name.startswith("optimizer/")]
+    return StoredModel(
+        format="weights.h5",
+        keras_version="3" if "layers" in file else "2",
+        config=None,
+        training_config=None,
+        layers=[("", weights)],
+        top_level=[],
+        optimizer=[array for array in arrays if array.name.startswith("optimizer/")],
+        masks=_masks(file, file.path),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +201,32 @@ def _build(
 def _fill(model: Any, stored: StoredModel, path: Path) -> Any:
     """Put the weights of a file into the model that the user gave or builds."""
     built = model() if callable(model) and not hasattr(model, "get_weights") else model
-    put_weights(built, stored, flavour_of(built), path)
+    flavour = flavour_of(built)
+    if stored.format != "weights.h5":
+        put_weights(built, stored, flavour, path)
+        return built
+    before = built.get_weights()
+    try:
+        with _named(path, ".weights.h5") as named:
+            flavour.load_weights(built, named)
+    except Exception as error:
+        built.set_weights(before)
+        raise FileError(
+            f"The weights in '{path}' do not fit the model '{built.name}'; give the model that the file was saved from."
+        ) from error
     return built
+
+
+@contextlib.contextmanager
+def _named(path: Path, ending: str) -> Iterator[Path]:
+    """The file under a name with the ending by which Keras picks the format."""
+    if path.name.endswith(ending):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / f"model{ending}"
+        shutil.copyfile(path, copy)
+        yield copy
 
 
 def _load_keras(
@@ -223,13 +249,8 @@ def _load_keras(
     check_known(stored.config, [own], custom_objects, path)
     limit = 2 * stored.size + SLACK
     try:
-        # Keras looks at the ending of the name.
-        if path.suffix == ".keras":
-            return own.load_keras(path, custom_objects, safe, limit)
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "model.keras"
-            shutil.copyfile(path, copy)
-            return own.load_keras(copy, custom_objects, safe, limit)
+        with _named(path, ".keras") as named:
+            return own.load_keras(named, custom_objects, safe, limit)
     except Exception as error:
         raise FileError(why_not_built(error, own, path)) from error
 

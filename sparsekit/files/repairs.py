@@ -114,11 +114,14 @@ def repair(config: dict[str, Any], flavour: Flavour, keras_version: str) -> tupl
     numbers = [int(n) for n in re.findall(r"\d+", keras_version)[:2]]
     version = (numbers + [2, 0][len(numbers) :])[:2]
     applied = []
-    for entry in _entries(config):
-        node = Node(entry, flavour, (version[0], version[1]), not keras_version.endswith("-tf"))
-        for rule in REPAIRS:
-            if rule.flavour in (None, flavour.name) and rule.fix(node):
-                applied.append(Applied(rule.name, node.name))
+    try:
+        for entry in _entries(config):
+            node = Node(entry, flavour, (version[0], version[1]), not keras_version.endswith("-tf"))
+            for rule in REPAIRS:
+                if rule.flavour in (None, flavour.name) and rule.fix(node):
+                    applied.append(Applied(rule.name, node.name))
+    except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise FileError("The model config in the file makes no sense; the file is damaged.") from error
     return config, applied
 
 
@@ -378,6 +381,19 @@ def _thresholded_relu(node: Node) -> bool:
     return True
 
 
+def _slope(node: Node) -> bool:
+    """LeakyReLU(alpha) became LeakyReLU(negative_slope)."""
+    if node.kind != "LeakyReLU" or "alpha" not in node.config:
+        return False
+    node.config["negative_slope"] = node.config.pop("alpha")
+    return True
+
+
+def _input_length(node: Node) -> bool:
+    """Embedding wrote the length of its input, which it never needed."""
+    return node.kind == "Embedding" and node.config.pop("input_length", None) is not None
+
+
 def _reset_after(node: Node) -> bool:
     """Before Keras had `reset_after`, every GRU was one without; today's default is the other."""
     if node.kind not in ("GRU", "GRUCell") or "reset_after" in node.config or not node.standalone:
@@ -433,6 +449,8 @@ REPAIRS: tuple[Repair, ...] = (
     Repair("initializer dtype", "keras", _initializer_dtype),
     Repair("score_mode", "keras", _score_mode),
     Repair("ThresholdedReLU", "keras", _thresholded_relu),
+    Repair("LeakyReLU alpha", "keras", _slope),
+    Repair("Embedding input_length", "keras", _input_length),
     Repair("GRU reset_after", None, _reset_after),
     Repair("time_major", "keras", _dropped("time_major", False)),
     Repair("groups", "keras", _dropped("groups", 1)),

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import FileError
 from ..flavour import flavour_of
 from .atomic import replacing
+from .compiling import spell_out
 from .h5 import FLAVOUR, set_optimizer_aside
 from .masks_group import MEMBER, pack, write_masks
 from .sparse_file import write_sparse
@@ -39,6 +40,8 @@ def save(
     flavour = flavour_of(model)
     target = Path(path)
     name = target.name.lower()
+    if target.is_dir():
+        raise FileError(f"'{target}' is a folder; give the name of a file in it.")
     if not name.endswith((".h5", ".hdf5", ".keras")):
         raise FileError(f"'{target}' has no known ending; give a name in .h5, .hdf5, .keras or .sparse.h5.")
     with replacing(target, overwrite=overwrite) as temporary:
@@ -53,6 +56,7 @@ def save(
                     flavour.write_h5(model, file, include_optimizer)
                     if flavour.is_keras3:
                         set_optimizer_aside(file)
+                        spell_out(file, flavour)
                     file.attrs[FLAVOUR] = flavour.name
                     write_masks(file, model)
         except NotImplementedError as error:

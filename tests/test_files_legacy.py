@@ -1,0 +1,95 @@
+"""Files of Keras 2, one for each kind of layer, predict the same after loading."""
+
+from __future__ import annotations
+
+import hashlib
+
+import h5py
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from legacy_models import CONVERTED, KEPT, L, filled, write
+
+import sparsekit
+from sparsekit.files.equivalence import sample_inputs
+from sparsekit.flavour import flavour_of
+
+
+def outputs(model, fed):
+    inputs = fed if flavour_of(model).takes_dict(model) else list(fed.values())
+    inputs = inputs[0] if isinstance(inputs, list) and len(inputs) == 1 else inputs
+    return [np.asarray(one) for one in tf.nest.flatten(model(inputs, training=False))]
+
+
+def assert_same(model, original, tolerance=1e-5):
+    fed = sample_inputs(original, seed=5)
+    found, wanted = outputs(model, fed), outputs(original, fed)
+    assert [one.shape for one in found] == [one.shape for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        scale = max(1.0, np.abs(other).max(initial=0))
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_becomes_a_keras_3_model_that_predicts_the_same(kind, tmp_path):
+    original = filled(CONVERTED[kind])
+    path = write(original, tmp_path / "old.h5")
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    model = sparsekit.load(path)
+    assert flavour_of(model).name == "keras"
+    assert_same(model, original, 1e-3 if kind == "mixed_float16" else 1e-5)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_stays_a_tf_keras_model_where_keras_3_differs(kind, tmp_path):
+    original = filled(KEPT[kind])
+    model = sparsekit.load(write(original, tmp_path / "old.h5"))
+    assert flavour_of(model).name == "tf_keras"
+    assert_same(model, original)
+
+
+@pytest.mark.parametrize("flavour", ["keras", "tf_keras"])
+def test_flavour_can_be_forced(flavour, tmp_path):
+    original = filled(CONVERTED["Bidirectional LSTM"])
+    model = sparsekit.load(write(original, tmp_path / "old.h5"), flavour=flavour)
+    assert flavour_of(model).name == flavour
+    assert_same(model, original)
+
+
+@pytest.mark.parametrize("flavour", ["keras", "tf_keras"])
+def test_weights_of_a_nested_model_follow_their_names(flavour, tmp_path):
+    """With one layer frozen when it was saved, the order in the file is another than that of the layers."""
+
+    def build(trainable):
+        inner = tf_keras.Sequential([L.Dense(5, name="a", input_shape=(5,)), L.Dense(5, name="b")], name="inner")
+        inner.layers[0].trainable = trainable
+        x = L.Input((5,))
+        return tf_keras.Model(x, inner(x))
+
+    frozen, free = filled(lambda: build(False)), filled(lambda: build(True))
+    free.set_weights(frozen.get_weights()[2:] + frozen.get_weights()[:2])
+    path = write(frozen, tmp_path / "frozen.h5")
+    with h5py.File(write(free, tmp_path / "free.h5"), "r") as file:
+        config = file.attrs["model_config"]
+    with h5py.File(path, "r+") as file:
+        file.attrs["model_config"] = config
+    model = sparsekit.load(path, flavour=flavour)
+    x = np.random.default_rng(0).normal(size=(3, 5)).astype("float32")
+    np.testing.assert_allclose(np.asarray(model(x)), np.asarray(frozen(x)), atol=1e-5)
+
+
+def test_training_goes_on_with_the_settings_of_the_file(tmp_path):
+    original = filled(CONVERTED["Dense"])
+    original.compile(tf_keras.optimizers.Adam(0.03, beta_1=0.7), "mse", metrics=["mae"])
+    x, y = np.ones((8, 5), "float32"), np.zeros((8, 3), "float32")
+    original.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    model = sparsekit.load(write(original, tmp_path / "old.h5"))
+    assert flavour_of(model).name == "keras"
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.03)
+    assert model.optimizer.beta_1 == 0.7
+    assert int(model.optimizer.iterations) == 4
+    history = model.fit(x, y, batch_size=4, verbose=0).history
+    assert int(model.optimizer.iterations) == 6
+    assert set(history) == {"loss", "mean_absolute_error"} or set(history) == {"loss", "mae"}
