@@ -153,6 +153,28 @@ def test_a_constraint_of_the_user_runs_too(flavour: str) -> None:
 
 @pytest.mark.parametrize("enforce", ["gradient", "constraint"])
 @both
+def test_a_norm_does_not_count_pruned_weights(flavour: str, enforce: str) -> None:
+    """As if they did not exist: MaxNorm sees the masked weight."""
+    k = KERAS[flavour]
+    model = constrained(flavour, k.constraints.MaxNorm(0.3))
+    model.compile(k.optimizers.SGD(0.5), "mse")
+    sparsekit.prune(model, 0.5)
+    masks = list(sparsekit.masks_of(model).values())
+    unbound = mlp(flavour, k.optimizers.SGD(0.5))
+    unbound.set_weights(list(values(model).values()))
+    kernels = [path for path in values(unbound) if path.endswith("kernel")]
+    sparsekit.freeze(unbound, dict(zip(kernels, masks, strict=True)))
+    for each in (model, unbound):
+        sparsekit.retrain(each, (X, Y), batch_size=64, enforce=enforce, verbose=0)
+    free_step = next(iter(values(unbound).values()))
+    norms = np.linalg.norm(free_step, axis=0, keepdims=True)
+    expected = free_step * np.clip(norms, 0, 0.3) / (1e-7 + norms)
+    np.testing.assert_allclose(next(iter(values(model).values())), expected, rtol=1e-5)
+    assert norms.max() > 0.3
+
+
+@pytest.mark.parametrize("enforce", ["gradient", "constraint"])
+@both
 def test_biases_on_request(flavour: str, enforce: str) -> None:
     model = warmed(mlp(flavour))
     sparsekit.prune(model, 0.5, include=["*kernel", "*bias"])

@@ -98,12 +98,18 @@ def own_step_model(flavour: str, kind: str):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
             gradients = tape.gradient(loss, variables)
-            if kind == "optimizer":
+            if kind == "xla":
+                self.inner(gradients)
+            elif kind == "optimizer":
                 self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
             else:
                 for gradient, variable in zip(gradients, variables, strict=True):
                     variable.assign(variable - 0.1 * gradient)
             return {"my_loss": loss}
+
+        @tf.function(jit_compile=True)
+        def inner(self, gradients):
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
 
     k.utils.set_random_seed(1)
     inputs = k.layers.Input((6,))
@@ -112,7 +118,7 @@ def own_step_model(flavour: str, kind: str):
 
 @pytest.mark.parametrize("masks", ["static", "dynamic"])
 @pytest.mark.parametrize("enforce", ["gradient", "constraint"])
-@pytest.mark.parametrize("kind", ["optimizer", "assign"])
+@pytest.mark.parametrize("kind", ["optimizer", "assign", "xla"])
 @both
 def test_own_train_step(flavour: str, kind: str, enforce: str, masks: str) -> None:
     k = KERAS[flavour]

@@ -122,6 +122,20 @@ def test_copies_have_no_masks_and_can_be_frozen(flavour: str, way: str) -> None:
 
 
 @both
+def test_a_model_from_a_file_goes_on(flavour: str, tmp_path) -> None:
+    """A Keras 3 optimizer out of an .h5 knows other variables; its settings and count are kept."""
+    k = KERAS[flavour]
+    model = mlp(flavour, k.optimizers.Adam(0.02), loss=k.losses.MeanSquaredError())
+    sparsekit.prune(warmed(model), 0.5).save(tmp_path / "m.h5")
+    for arguments in ({}, {"metrics": ["mae"]}, {"enforce": "constraint", "steps_per_execution": 2}):
+        loaded = k.models.load_model(tmp_path / "m.h5")
+        sparsekit.freeze(loaded)
+        retrain_watched(loaded, (X, Y), batch_size=16, **arguments)
+        assert float(loaded.optimizer.learning_rate) == pytest.approx(0.02)
+        assert int(loaded.optimizer.iterations) == 8 + 4
+
+
+@both
 def test_not_compiled(flavour: str) -> None:
     model = sparsekit.prune(mlp(flavour, optimizer=False), 0.5)
     sentence = r"is not compiled and came with no training settings; pass loss= \(and optimizer=\)"

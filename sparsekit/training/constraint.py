@@ -27,7 +27,7 @@ class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constr
 
     Args:
         keep: bool array of the weight's shape, True = keep; None keeps everything until a mask is frozen.
-        inner: another constraint of the same Keras to run first.
+        inner: another constraint of the same Keras, run on the masked weight.
 
     Raises:
         MaskError: if `keep` is not boolean or `inner` is no constraint.
@@ -46,9 +46,12 @@ class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constr
         self.keep = keep
 
     def __call__(self, w: Any) -> Any:
+        if self.keep is not None:
+            # Before the inner one, which may look at all positions (a norm), and after it.
+            w = keep_only(self.keep, w)
         if self.inner is not None:
             w = self.inner(w)
-        return w if self.keep is None else keep_only(self.keep, w)
+        return w if self.keep is None or self.inner is None else keep_only(self.keep, w)
 
     def get_config(self) -> dict[str, Any]:
         inner = None

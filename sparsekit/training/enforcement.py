@@ -66,13 +66,13 @@ class Enforcement:
 
     @_as_written
     def after(self, optimizer: Any) -> None:
-        """Zero what is masked again, and let dynamic masks change."""
-        if self.averages_or_mixes(optimizer):
-            self.clean_slots(optimizer)
+        """Zero what is masked again, let dynamic masks change, and clean the slots of what is masked then."""
         if self.choose is not None:
             self.choose(optimizer.iterations)
         elif self.mode == "gradient":
             hold(self.frozen, self.fused)
+        if self.averages_or_mixes(optimizer):
+            self.clean_slots(optimizer)
 
     def clean_slots(self, optimizer: Any) -> None:
         """Give every masked position the slot values of a fresh optimizer."""
@@ -219,7 +219,7 @@ def _with_masks(original: Callable, optimizer: Any, find: Callable[[], Enforceme
 
 @contextlib.contextmanager
 def _constrained(enforcement: Enforcement) -> Iterator[None]:
-    """Give each masked variable a constraint that zeroes it; a constraint it had runs first."""
+    """Give each masked variable a constraint that zeroes it; a constraint it had runs inside."""
     from .constraint import MaskConstraint
 
     flavour = enforcement.flavour
