@@ -12,6 +12,7 @@ import numpy as np
 
 from .criteria import Criterion
 from .distributions import Distribution
+from .engine.gate import check_engine
 from .errors import ArgumentError, ModelTypeError
 from .files.checkpoint import Checkpoints
 from .flavour import Flavour, flavour_of, flavour_of_optimizer
@@ -179,6 +180,7 @@ def retrain(
     enforce: str = "gradient",
     schedule: Schedule | None = None,
     update: Any = None,
+    engine: str = "auto",
     optimizer: Any = None,
     loss: Any = None,
     metrics: Any = None,
@@ -206,6 +208,9 @@ def retrain(
         update: move the weights by this rule instead of by gradients: a rule of `sparsekit.updates` or a function
             `(weight, mask, step, seed) -> new value`; forward pass and loss only, and no masks are needed. `include`,
             `exclude` and the other settings of `update_step` may be given with it.
+        engine: `"sparse"` trains on the kept values alone, with sparse kernels for CPU: as fast as the zeros allow,
+            the same numbers to rounding. `"auto"` does so for the weights where that was measured to be faster on this
+            machine, and where the run is long enough to gain; `"dense"` never. `history.engine` says what was done.
         optimizer: compile with this one; otherwise the model is trained as it was compiled.
         loss: compile with this loss.
         metrics: compile with these metrics.
@@ -219,9 +224,10 @@ def retrain(
             (`steps_per_execution`, `jit_compile`, `loss_weights`, ...).
 
     Returns:
-        The Keras History.
+        The Keras History, with an `EngineReport` as its `engine`.
 
     Raises:
+        EngineError: if `engine="sparse"` cannot be.
         ArgumentError: if the model has no masks or is not compiled, or for arguments that do not go together.
         FileError: if the checkpoints cannot be used.
         ViolationError: if a pruned weight is not zero in the end.
@@ -238,6 +244,7 @@ def retrain(
             compile_arguments[name] = fit_arguments.pop(name)
     given = {name: value for name, value in compile_arguments.items() if value is not None}
     check_words(enforce, masks)
+    check_engine(engine)
     if checkpoint_every is not None and checkpoint_dir is None:
         raise ArgumentError("checkpoint_every needs a checkpoint_dir to save in.")
     _check_compiled(flavour, model, given)
@@ -255,7 +262,8 @@ def retrain(
     checkpoints = None
     if checkpoint_dir is not None:
         checkpoints = Checkpoints(checkpoint_dir, every_steps=checkpoint_every, seed=seed)
-    return fit(model, enforcement_for(model, enforce, masks, schedule), checkpoints, **inputs, **fit_arguments)
+    enforcement = enforcement_for(model, enforce, masks, schedule)
+    return fit(model, enforcement, checkpoints, engine, **inputs, **fit_arguments)
 
 
 def _ready_for(schedule: Schedule, model: Any, masks: str) -> None:

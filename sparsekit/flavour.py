@@ -96,6 +96,15 @@ class Flavour:
             and type(model).train_step is not self.keras.Sequential.train_step
         )
 
+    def has_own_code(self, model: Any) -> bool:
+        """Whether code that is not Keras' own takes part in a training step beside the layers' calls."""
+        if self.has_own_train_step(model) or not type(model).__module__.startswith(NAMES):
+            return True
+        settings = getattr(model, "_compile_config", None)
+        config = dict(settings.config) if settings is not None else {}
+        parts = [config.get(name) for name in ("loss", "metrics", "weighted_metrics")]
+        return not all(_is_keras_own(part) for part in tf.nest.flatten(parts))
+
     def is_compiled(self, model: Any) -> bool:
         return bool(model.compiled if self.is_keras3 else model._is_compiled)
 
@@ -183,6 +192,119 @@ class Flavour:
             epochs=epochs,
             steps=steps,
         )
+
+    # --- swapped layers ---
+
+    @property
+    def step_functions(self) -> tuple[str, ...]:
+        """Names of the attributes in which a model keeps its compiled functions."""
+        functions = ("train_function", "test_function", "predict_function")
+        return functions if self.is_keras3 else (*functions, "train_tf_function")
+
+    def values_variable(self, kernel: Any, values: tf.Tensor) -> Any:
+        """A trainable vector that stands in for a kernel: with its name and path, which optimizers may ask for.
+
+        Args:
+            kernel: a variable of a layer.
+            values: (kept,) float32.
+        """
+        if not self.is_keras3:
+            return tf.Variable(values, trainable=True, name=self.path(kernel))
+        variable = self.keras.Variable(values, trainable=True, dtype="float32", name=kernel.name)
+        variable._path = kernel.path
+        variable.regularizer = kernel.regularizer
+        return variable
+
+    def replace_variable(self, layer: Any, old: Any, new: Any) -> None:
+        """Put another variable at the place of a trainable one that a layer owns, its regularisation included."""
+        held = layer._trainable_variables if self.is_keras3 else layer._trainable_weights
+        for position, variable in enumerate(held):
+            if variable is old:
+                held[position] = new
+        if not self.is_keras3:
+            losses = layer._callable_losses
+            for position, loss in enumerate(losses):
+                inner = _regularized(loss)
+                if inner is not None and inner.args[0] is old:
+                    losses[position] = functools.partial(loss.func, functools.partial(inner.func, new))
+
+    def regularizer(self, layer: Any, variable: Any) -> Any:
+        """What regularises a variable of a layer; `...` where that cannot be told."""
+        if self.is_keras3:
+            return variable.regularizer
+        bound = [inner.args[0] for inner in map(_regularized, layer._callable_losses) if inner is not None]
+        if not any(one is variable for one in bound):
+            return None
+        return getattr(layer, self.path(variable).rsplit("/", 1)[-1] + "_regularizer", ...)
+
+    def sums_over_weights(self, regularizer: Any) -> bool:
+        """Whether a penalty is a sum over single weights in which a zero counts nothing."""
+        kinds = self.keras.regularizers
+        return regularizer is None or type(regularizer) in (kinds.L1, kinds.L2, kinds.L1L2)
+
+    def uses_cudnn_call(self, layer: Any) -> bool:
+        """Whether a recurrent layer takes a path around its cell, which tf_keras does by an attribute of the layer."""
+        return bool(getattr(layer, "_could_use_gpu_kernel", False))
+
+    @contextlib.contextmanager
+    def unmoved_randomness(self) -> Iterator[None]:
+        """Trace a model without drawing seeds that its next functions would have drawn."""
+        source = None
+        if not self.is_keras3:
+            backend = importlib.import_module("tf_keras.src.backend")
+            source = getattr(backend._SEED_GENERATOR, "generator", None)
+        before = source.getstate() if source is not None else None
+        try:
+            yield
+        finally:
+            if source is not None:
+                source.setstate(before)
+
+    def optimizer_targets(self, optimizer: Any, model: Any) -> list[Any] | None:
+        """The variables for which an optimizer is built, in its own order; None if one of them is not the model's."""
+        known = {key_of(variable): variable for variable in self.variables(model)}
+        table = _index_table(optimizer)
+        if self.is_keras3:
+            targets = list(optimizer._trainable_variables)
+            return targets if all(key_of(variable) in known for variable in targets) else None
+        if not table:
+            return list(model.trainable_variables)
+        keys = sorted(table, key=lambda key: table[key])
+        return [known[key] for key in keys] if all(key in known for key in keys) else None
+
+    def twin(
+        self, optimizer: Any, targets: list[Any], stand_ins: list[tuple[Any, Any]]
+    ) -> tuple[Any, list[tuple[Any, Any]]]:
+        """An optimizer of the same settings for other variables, which shares learning rate and update count.
+
+        Args:
+            optimizer: a built optimizer.
+            targets: the variables that the twin updates, in the order of the optimizer's own.
+            stand_ins: `(variable of the optimizer, the one that takes its place in targets)`.
+
+        Returns:
+            `(the twin, [(variable of the optimizer, the twin's)])` of what the two do not share.
+        """
+        twin = type(optimizer).from_config(optimizer.get_config())
+        state, original = vars(twin), vars(optimizer)
+        shared: set[int] = set()
+        for name in ("_iterations", "_learning_rate", "_current_learning_rate", "_hyper", "_hypers_created"):
+            if name in original:
+                shared |= {id(state.get(name)), id(original[name])}
+                state[name] = original[name]
+        for name in ("_exclude_from_weight_decay_names", "_exclude_from_weight_decay_pattern"):
+            if name in original:
+                state[name] = original[name]
+        if "_exclude_from_weight_decay" in original:
+            key = id if self.is_keras3 else key_of
+            excluded = set(original["_exclude_from_weight_decay"])
+            added = {key(new) for old, new in stand_ins if key(old) in excluded}
+            state["_exclude_from_weight_decay"] = excluded | added
+        self.build_optimizer(twin, targets)
+        columns = [
+            [v for v in self.optimizer_variables(one) if id(v) not in shared] for one in (optimizer, twin)
+        ]
+        return twin, list(zip(*columns, strict=True))
 
     # --- files ---
 
@@ -429,6 +551,22 @@ class Flavour:
         fresh = type(optimizer).from_config(optimizer.get_config())
         fresh.iterations.assign(optimizer.iterations)
         return fresh
+
+
+def _is_keras_own(part: Any) -> bool:
+    if part is None or isinstance(part, (str, int, float)):
+        return True
+    if isinstance(part, dict):
+        return "class_name" in part and str(part.get("module", "")).split(".")[0] in NAMES
+    home = getattr(part, "__module__", None) if callable(part) and hasattr(part, "__name__") else type(part).__module__
+    wrapped = getattr(part, "fn", None) or getattr(part, "_fn", None)
+    return str(home).split(".")[0] in NAMES and (wrapped is None or _is_keras_own(wrapped))
+
+
+def _regularized(loss: Any) -> Any:
+    """The inner part of a callable loss of tf_keras that is a regularizer bound to a variable, or None."""
+    inner = loss.args[0] if isinstance(loss, functools.partial) and loss.args else None
+    return inner if isinstance(inner, functools.partial) and inner.args else None
 
 
 _MIXING = frozenset({"Muon", "Lamb", "Adafactor"})

@@ -7,7 +7,7 @@ masks go away with it. A second prune writes into the same variables, so that a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,14 @@ class FrozenMasks:
     def get(self, variable: Any) -> FrozenMask | None:
         """The mask of a variable (of either Keras, or its tf.Variable), or None."""
         return self._by_key.get(key_of(variable))
+
+    def without(self, paths: Collection[str]) -> FrozenMasks:
+        """The same masks but these."""
+        rest = FrozenMasks()
+        for frozen in self:
+            if frozen.path not in paths:
+                rest._by_path[frozen.path] = rest._by_key[frozen.key] = frozen
+        return rest
 
     def put(self, ref: WeightRef, mask: Mask, target: float | None) -> None:
         """Freeze a mask for a weight, in the variable that already holds one if there is one."""

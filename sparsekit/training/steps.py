@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..engine import masking
+from ..engine.gate import EnginePlan
 from ..errors import ArgumentError, ScheduleWarning, SparsekitWarning
 from ..files.checkpoint import Checkpoints
 from ..flavour import Flavour, flavour_of
@@ -59,35 +61,51 @@ def enforcement_for(
     return Enforcement(flavour, frozen, enforce, choose, fused)
 
 
-def fit(model: Any, enforcement: Enforcement, checkpoints: Checkpoints | None = None, **arguments: Any) -> Any:
+def fit(
+    model: Any,
+    enforcement: Enforcement,
+    checkpoints: Checkpoints | None = None,
+    engine: str = "dense",
+    **arguments: Any,
+) -> Any:
     """Run the model's own fit with the masks held; the model is as before afterwards, apart from its weights.
 
     Args:
         model: a compiled model.
         enforcement: what holds the masks.
         checkpoints: where the run keeps its state, if it does.
+        engine: `"auto"`, `"dense"` or `"sparse"`.
         arguments: passed to `model.fit`.
 
     Returns:
-        The Keras History.
+        The Keras History; its `engine` says how the run was computed.
 
     Raises:
+        EngineError: if `"sparse"` was asked for and is not possible.
         ViolationError: if a masked weight is not zero in the end.
     """
     flavour, frozen = enforcement.flavour, enforcement.frozen
     optimizers = optimizers_of(model, flavour)
+    obstacle = "its masks change" if enforcement.choose is not None else None
+    obstacle = obstacle if checkpoints is None else "a run with checkpoints keeps its state in the dense form"
+    plan = EnginePlan(flavour, model, frozen, optimizers, engine, arguments, obstacle)
     _clean(model, enforcement, optimizers)
     if enforcement.choose is not None:
         # First, so that those of the user find the value in their logs.
         arguments["callbacks"] = [_sparsity_log(flavour, frozen), *(arguments.get("callbacks") or ())]
     flavour.forget_train_function(model)
+
+    def hold(masks: FrozenMasks, held: list[Any]) -> contextlib.AbstractContextManager[None]:
+        return enforced(dataclasses.replace(enforcement, frozen=masks), model, held)
+
     try:
-        with enforced(enforcement, model, optimizers):
+        with plan.running(hold, arguments):
             if checkpoints is None:
                 history = model.fit(**arguments)
             else:
                 masks = {f"mask {mask.path}": mask.keep for mask in frozen}
                 history = checkpoints.fit(model, extra=masks, **arguments)
+        history.engine = plan.report
         _warn_of_restored(frozen)
     finally:
         flavour.forget_train_function(model)
