@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,18 +27,33 @@ class Snapshot:
         report: its weights.
         file: the file that holds it, None if it was not saved at this point.
         scores: loss and metrics on the validation data; empty without such data.
+        packed: bytes that the model takes as .sparse.h5; None if it was not saved at this point.
     """
 
     report: Any
     file: Path | None
     scores: dict[str, float]
+    packed: int | None
 
 
-def snapshot(model: Any, file: Path | None, validation: feeding.Data | None) -> Snapshot:
+def snapshot(
+    model: Any, file: Path | None, validation: feeding.Data | None, include_optimizer: bool = True
+) -> Snapshot:
     """Look at a model, and measure it if there is data to do so."""
     from .api import report
 
-    return Snapshot(report(model), file, {} if validation is None else evaluate(model, validation))
+    packed = None if file is None else sizes_of(model, ".sparse.h5", include_optimizer)[0]
+    return Snapshot(report(model), file, {} if validation is None else evaluate(model, validation), packed)
+
+
+def sizes_of(model: Any, ending: str, include_optimizer: bool) -> tuple[int, int]:
+    """Bytes that a model's file takes, as it is and after gzip."""
+    from .files import save
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"model{ending}"
+        save(model, file, include_optimizer=include_optimizer)
+        return file.stat().st_size, show.gzip_size(file)
 
 
 def evaluate(model: Any, data: feeding.Data) -> dict[str, float]:
@@ -66,6 +82,7 @@ def comparison_rows(stages: list[Snapshot]) -> dict[str, list[str]]:
         rows[f"validation {name}"] = [f"{stage.scores[name]:.4f}" for stage in stages]
     rows["file, bytes"] = [f"{stage.file.stat().st_size:,}" if stage.file else "" for stage in stages]
     rows["file after gzip, bytes"] = [f"{show.gzip_size(stage.file):,}" if stage.file else "" for stage in stages]
+    rows["as .sparse.h5, bytes"] = ["" if stage.packed is None else f"{stage.packed:,}" for stage in stages]
     return rows
 
 
@@ -95,7 +112,7 @@ def run_prune(args: argparse.Namespace, console: Console) -> None:
         _train(args, model, flavour, train, validation, console)
     last = "pruned" if train is None else "retrained"
     _finish(args, model, console)
-    stages[last] = snapshot(model, Path(args.output), validation)
+    stages[last] = snapshot(model, Path(args.output), validation, not args.no_optimizer)
     console.print()
     print(report(model))
     console.print()
@@ -118,7 +135,7 @@ def run_retrain(args: argparse.Namespace, console: Console) -> None:
     before = snapshot(model, Path(args.input), validation)
     _train(args, model, flavour, train, validation, console)
     _finish(args, model, console)
-    after = snapshot(model, Path(args.output), validation)
+    after = snapshot(model, Path(args.output), validation, not args.no_optimizer)
     console.print()
     print(report(model))
     console.print()

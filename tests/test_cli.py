@@ -111,6 +111,14 @@ def test_prune_and_retrain(flavour, options, capsys):
     assert "validation accuracy" in out
 
 
+def test_sparse_file_is_written_and_opened(capsys):
+    assert run("prune model.h5 out.sparse.h5 --sparsity 0.75") == cli.OK
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("as .sparse.h5, bytes"))
+    assert f"{Path('out.sparse.h5').stat().st_size:,}" in line
+    assert run("inspect out.sparse.h5") == cli.OK
+    assert zeros_of(sparsekit.load("out.sparse.h5")) == 0.75 * SIZE
+
+
 def test_options_reach_prune(capsys):
     assert run("prune model.h5 out.h5 --sparsity 0.5 --include *conv/* --criterion random --seed 3") == cli.OK
     model = sparsekit.load("out.h5")
