@@ -61,7 +61,7 @@ def write_sparse(model: Any, flavour: Flavour, path: Path, include_optimizer: bo
     """
     with h5py.File(path.name, "w", driver="core", backing_store=False) as dense:
         flavour.write_h5(model, dense, include_optimizer)
-        packer = _Packer()
+        packer = Packer()
         weights = dense["model_weights"]
         head: dict[str, Any] = {
             "flavour": flavour.name,
@@ -114,7 +114,7 @@ def read_sparse(file: Group) -> StoredModel:
         if data.dtype != np.uint8 or len(data.shape) != 1:
             raise ValueError("The data is no array of bytes.")
         head = json.loads(_inflate(coded, _ALWAYS))
-        arrays = [_Coded(entry, data) for entry in head["arrays"]]
+        arrays = [Coded(entry, data) for entry in head["arrays"]]
         dense = sum(array.nbytes for array in arrays)
         if dense > _ALWAYS + _MAX_RATIO * path.stat().st_size:
             raise ValueError(f"It claims {dense} bytes of weights.")
@@ -140,11 +140,11 @@ def read_sparse(file: Group) -> StoredModel:
         raise FileError(_damaged(path)) from error
 
 
-def _damaged(path: Path) -> str:
+def _damaged(path: Path | None) -> str:
     return f"'{path}' is a damaged sparse file (truncated or changed bytes); get the file again from where it came."
 
 
-class _Packer:
+class Packer:
     """Codes arrays one after another and keeps the table of where they are."""
 
     def __init__(self) -> None:
@@ -173,12 +173,16 @@ class _Packer:
         parts = []
         if share > _WORTH:
             entry["kept"] = len(kept)
-            parts.append(self._part(_gaps(kept)))
+            parts.append(self._part(gaps(kept)))
             values = values[kept]
         planes = values.view(np.uint8).reshape(-1, array.dtype.itemsize)
         parts += [self._part(np.ascontiguousarray(planes[:, place])) for place in range(planes.shape[1])]
         self.table.append({**entry, "parts": parts, "crc": check})
         return len(self.table) - 1
+
+    def decoder(self, number: int) -> Coded:
+        """What reads an array back out of the blocks."""
+        return Coded(self.table[number], b"".join(self.blocks))
 
     def _part(self, raw: np.ndarray) -> list[int]:
         """Store one run of bytes the shortest of three ways, which a piece from its middle decides."""
@@ -196,7 +200,7 @@ class _Packer:
         return [method, place, len(block), raw.size]
 
 
-def _gaps(kept: np.ndarray) -> np.ndarray:
+def gaps(kept: np.ndarray) -> np.ndarray:
     """Positions as the number of dropped ones before each, in bytes."""
     skipped = np.diff(kept, prepend=-1) - 1
     wide = skipped // 255
@@ -208,8 +212,8 @@ def _gaps(kept: np.ndarray) -> np.ndarray:
     return coded
 
 
-def _positions(coded: np.ndarray) -> np.ndarray:
-    """What `_gaps` coded."""
+def positions(coded: np.ndarray) -> np.ndarray:
+    """What `gaps` coded."""
     ends = coded != 255
     return (np.cumsum(coded, dtype=np.int64) + np.cumsum(ends, dtype=np.int64))[ends] - 1
 
@@ -228,10 +232,10 @@ def _inflate(coded: bytes, most: int) -> bytes:
     return raw
 
 
-class _Coded:
+class Coded:
     """One array of the file."""
 
-    def __init__(self, entry: dict[str, Any], data: Dataset) -> None:
+    def __init__(self, entry: dict[str, Any], data: Dataset | bytes) -> None:
         self.dtype = np.dtype(tf.bfloat16.as_numpy_dtype if entry["dtype"] == "bfloat16" else entry["dtype"])
         if self.dtype.kind not in "fiub" and self.dtype.name != "bfloat16":
             raise ValueError(f"{self.dtype} is no number.")
@@ -254,18 +258,18 @@ class _Coded:
         """
         try:
             return self._read()
-        except (ValueError, IndexError, TypeError, zlib.error) as error:
-            if isinstance(error, FileError):
-                raise
-            raise FileError(_damaged(self._data.path)) from error
+        except FileError:
+            raise
+        except (ValueError, IndexError, zlib.error) as error:
+            raise FileError(_damaged(getattr(self._data, "path", None))) from error
 
     def _read(self) -> np.ndarray:
         width, count = self.dtype.itemsize, self.size if self.kept is None else self.kept
         parts = list(self._parts)
-        positions = None
+        places = None
         if self.kept is not None:
-            positions = _positions(self._part(parts.pop(0), 2 * self.size + 1))
-            if len(positions) != count or (count and positions[-1] >= self.size):
+            places = positions(self._part(parts.pop(0), 2 * self.size + 1))
+            if len(places) != count or (count and places[-1] >= self.size):
                 raise ValueError("The positions do not fit the shape.")
         if len(parts) != width:
             raise ValueError("A plane of bytes is missing.")
@@ -273,9 +277,9 @@ class _Coded:
         for place, part in enumerate(parts):
             planes[:, place] = self._part(part, count)
         values = planes.reshape(-1).view(np.dtype(f"<u{width}"))
-        if positions is not None:
+        if places is not None:
             full = np.zeros(self.size, values.dtype)
-            full[positions] = values
+            full[places] = values
             values = full
         if zlib.crc32(values.view(np.uint8).data) != self._crc:
             raise ValueError("The checksum differs.")
@@ -283,9 +287,13 @@ class _Coded:
 
     def _part(self, part: tuple[int, ...], most: int) -> np.ndarray:
         method, place, length, size = part
-        if min(part) < 0 or place + length > self._data.shape[0] or size > most:
+        whole = len(self._data) if isinstance(self._data, bytes) else self._data.shape[0]
+        if min(part) < 0 or place + length > whole or size > most:
             raise ValueError("A part lies outside of the data.")
-        block = self._data.read(place, place + length).tobytes() if length else b""
+        if isinstance(self._data, bytes) or not length:
+            block = self._data[place : place + length] if isinstance(self._data, bytes) else b""
+        else:
+            block = self._data.read(place, place + length).tobytes()
         raw = block if method == _RAW else _inflate(block, size)
         if len(raw) != size:
             raise ValueError("A part has another length than it says.")
