@@ -82,6 +82,8 @@ inline Plan ChoosePlan(const Load& load) {
         if (rows % strip_rows != 0 || rows >= load.rows + strip_rows) continue;
         for (const int64_t cols : kSides) {
           if (cols % strip_cols != 0 || cols >= load.cols + strip_cols) continue;
+          // Without a halo a larger tile saves nothing, and lanes that lie further apart fall into fewer cache sets.
+          if (load.halo_rows + load.halo_cols == 0 && (rows > strip_rows || cols > strip_cols)) continue;
           Plan plan;
           plan.strip_rows = strip_rows;
           plan.strip_cols = strip_cols;
