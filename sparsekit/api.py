@@ -52,7 +52,8 @@ def prune(
         criterion: what makes a weight worth keeping: `"magnitude"`, `"random"` or a `Criterion`.
         pattern: structure of the zeros: `"unstructured"` or a `Pattern`.
         scope: `"layer"` ranks within each weight, `"global"` over all chosen weights at once.
-        distribution: how the sparsity is spread if the scope is `"layer"`: `"uniform"` or a `Distribution`.
+        distribution: how the sparsity is spread if the scope is `"layer"`: `"uniform"`, `"erk"` (large weights become
+            sparser) or a `Distribution`.
         include: prune only these: globs over weight paths, layer classes or their names, functions of a WeightRef.
             Biases are pruned only where a glob names them, for example `["*/kernel", "*/bias"]`.
         exclude: leave these alone; the same forms.
