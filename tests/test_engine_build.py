@@ -177,11 +177,11 @@ def test_the_cache_is_the_users_own(monkeypatch):
 
 def test_two_processes_at_once_build_once(sources, counted, tmp_path):
     script = (
-        "import pathlib, sys\n"
+        "import pathlib, sys, time\n"
         "from sparsekit.engine import build\n"
         f"build._SOURCE_FOLDER = pathlib.Path({str(sources)!r})\n"
         f"open({str(tmp_path)!r} + '/ready-' + sys.argv[1], 'w').close()\n"
-        f"while len(list(pathlib.Path({str(tmp_path)!r}).glob('ready-*'))) < 2: pass\n"
+        f"while len(list(pathlib.Path({str(tmp_path)!r}).glob('ready-*'))) < 2: time.sleep(0.01)\n"
         "print(build.available(), build.reason())\n"
     )
     processes = [
