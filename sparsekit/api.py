@@ -25,6 +25,7 @@ from .schedules import Schedule
 from .selection import SCOPES, choose_masks
 from .training.enforcement import bind_constraints, check_constraints
 from .training.steps import TrainStep, check_masks, check_words, enforcement_for, fit, masked_optimizer
+from .updates.reconstruction import forget_dense, remember_dense
 from .updates.step import fit_with_update
 from .weights import Selector, read, survey
 
@@ -95,6 +96,7 @@ def prune(
         weights = {ref.path: ref.numpy for ref in chosen}
         masks = choose_masks(weights, sparsity, scope=scope, earlier=earlier, min_keep=min_keep, seed=seed, **options)
     check_constraints(flavour, model)
+    remember_dense(model)
     bind_constraints(flavour, model, attach(model, masks, dict.fromkeys(masks, sparsity)))
     return model
 
@@ -249,6 +251,7 @@ def retrain(
     if checkpoint_every is not None and checkpoint_dir is None:
         raise ArgumentError("checkpoint_every needs a checkpoint_dir to save in.")
     _check_compiled(flavour, model, given)
+    forget_dense(model)
     fit_arguments |= {"epochs": epochs, "validation_data": validation_data, "callbacks": list(callbacks or ())}
     if update is not None:
         if schedule is not None or checkpoint_dir is not None:
@@ -375,10 +378,11 @@ def _check_same_keras(optimizer: Any, flavour: Flavour) -> None:
 def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
         raise ArgumentError(f"{name}={value!r} must be a number in [0, 1], for example 0.9.")
-    if not 0.0 <= value <= 1.0:
-        hint = f"; did you mean {value / 100:g}?" if 1.0 < value <= 100.0 else "."
+    fraction = float(value)
+    if not 0.0 <= fraction <= 1.0:
+        hint = f"; did you mean {fraction / 100:g}?" if 1.0 < fraction <= 100.0 else "."
         raise ArgumentError(f"{name}={value!r} must be a fraction in [0, 1]{hint}")
-    return float(value)
+    return fraction
 
 
 def _whole(name: str, value: Any, least: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import models
 import numpy as np
 import pytest
 import tensorflow as tf
-
-import models
 from models import KERAS, X, both, values
+
 from sparsekit.errors import ArgumentError
 from sparsekit.frozen import attach
 from sparsekit.masks import MaskSet

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-
 from models import KERAS, both, values
+
+import sparsekit
 from sparsekit.errors import ArgumentError
 from sparsekit.frozen import attach, frozen_masks
 from sparsekit.masks import MaskSet
-from sparsekit.updates import forget_dense, reconstruct, remember_dense
+from sparsekit.updates import forget_dense, reconstruct
 from sparsekit.updates.least_squares import error_change, solve_on_support, solve_with_held_out
-from sparsekit.weights import prunable_weights
 
 _RNG = np.random.default_rng(11)
 # Inputs with correlated columns: where a weight goes, its neighbours can take over.
@@ -24,12 +24,7 @@ STEPS = ROWS.reshape(100, 6, 4)
 
 
 def prune_half(model: Any, sparsity: float = 0.6) -> None:
-    remember_dense(model)
-    masks = {}
-    for ref in prunable_weights(model):
-        size = np.abs(ref.numpy())
-        masks[ref.path] = size >= np.quantile(size, sparsity)
-    attach(model, MaskSet.from_arrays(masks))
+    sparsekit.prune(model, sparsity, scope="layer")
 
 
 def images_model(flavour: str) -> Any:
@@ -144,6 +139,22 @@ def test_the_dense_weights_may_be_given_in_any_form(kind):
     assert len(reconstruct(model, IMAGES, reference=reference).changed) >= 4
 
 
+def test_pruning_in_steps_keeps_the_first_dense_model_and_training_ends_it():
+    results = []
+    for steps in ([0.6], [0.3, 0.6]):
+        model = images_model("keras")
+        for sparsity in steps:
+            prune_half(model, sparsity)
+        results.append([row.error_before for row in reconstruct(model, IMAGES).rows])
+    assert results[0] == pytest.approx(results[1])
+    model.compile(loss="mse", jit_compile=False)
+    sparsekit.retrain(model, (IMAGES, np.zeros((96, 3))), update="uniform_noise", verbose=0)
+    with pytest.raises(ArgumentError, match="was trained since"):
+        reconstruct(model, IMAGES)
+    prune_half(model, 0.7)
+    assert reconstruct(model, IMAGES).changed
+
+
 @pytest.mark.parametrize("kind", ["array", "pair", "dataset", "generator", "sequence"])
 def test_data_is_what_fit_takes(kind):
     k = KERAS["tf_keras"]
@@ -208,7 +219,10 @@ def test_biases_and_statistics_stay_when_asked():
     ("arguments", "message"),
     [
         ({}, r"The dense weights of .* are not known .*; pass reference="),
-        ({"reference": [np.zeros(3)]}, r"reference is 1 arrays; give the dense model, its get_weights\(\) \(11 arrays\)"),
+        (
+            {"reference": [np.zeros(3)]},
+            r"reference is 1 arrays; give the dense model, its get_weights\(\) \(11 arrays\)",
+        ),
         ({"reference": 5}, r"reference is a int; give the dense model"),
         ({"reference": {"nobody": np.zeros(3)}}, r"reference names 'nobody', and .* has no such weight"),
         ({"samples": 0}, r"samples=0 must be a whole number >= 1"),

@@ -7,13 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-
 from models import KERAS, both, values
+
 from sparsekit.errors import ArgumentError
 from sparsekit.frozen import attach, frozen_masks
 from sparsekit.masks import MaskSet
 from sparsekit.registry import classes
-from sparsekit.updates import FunctionRule, NormalNoise, Rule, Shrink, SignFlip, UniformNoise, fit_with_update, update_step
+from sparsekit.updates import (
+    FunctionRule,
+    NormalNoise,
+    Rule,
+    Shrink,
+    SignFlip,
+    UniformNoise,
+    fit_with_update,
+    update_step,
+)
 from sparsekit.updates.targets import Stream, noise
 from sparsekit.weights import prunable_weights
 

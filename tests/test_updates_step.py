@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import models
 import numpy as np
 import pytest
 import tensorflow as tf
-
-import models
 from models import KERAS, X, Y, both, values
+
 from sparsekit.errors import ArgumentError, SparsekitWarning
 from sparsekit.frozen import attach, frozen_masks
 from sparsekit.masks import MaskSet
@@ -66,7 +66,7 @@ def test_no_tape_is_recorded(flavour, monkeypatch):
 
 @both
 def test_loss_and_metrics_are_those_of_evaluate(flavour):
-    """A rule that does nothing must log what the model's own evaluate says, sample weights and regularisers included."""
+    """A rule that does nothing must log what the model's own evaluate says, regularisers included."""
     k = KERAS[flavour]
 
     class Still(Rule):

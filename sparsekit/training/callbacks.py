@@ -122,4 +122,3 @@ class WeightUpdate:
 
     def _implements_predict_batch_hooks(self) -> bool:
         return False
-

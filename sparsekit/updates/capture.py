@@ -41,7 +41,7 @@ def input_batches(data: Any, samples: int, batch_size: int) -> list[Any]:
         for element in _elements(data):
             inputs = element[0] if isinstance(element, tuple) else element
             size = len(tf.nest.flatten(inputs)[0])
-            batches.append(tf.nest.map_structure(lambda a, n=min(left, size): _tensor(a[:n]), inputs))
+            batches.append(tf.nest.map_structure(lambda a, n=left: _tensor(a[:n]), inputs))
             left -= size
             if left <= 0:
                 break

@@ -74,15 +74,8 @@ class EvolutionStrategy(Rule):
     def __init__(
         self, population: int = 32, sigma: float = 0.05, learning_rate: float = 0.05, decay: float = 1.0
     ) -> None:
-        if (
-            isinstance(population, bool)
-            or not isinstance(population, int)
-            or population < 2
-            or population % 2
-        ):
-            raise ArgumentError(
-                f"population={population!r} must be an even number >= 2: candidates come in pairs."
-            )
+        if isinstance(population, bool) or not isinstance(population, int) or population < 2 or population % 2:
+            raise ArgumentError(f"population={population!r} must be an even number >= 2: candidates come in pairs.")
         self.population = population
         self.sigma = positive("sigma", sigma)
         self.learning_rate = positive("learning_rate", learning_rate)
@@ -121,9 +114,7 @@ class EvolutionStrategy(Rule):
             add(pair, rate * pull[pair])
             return (pair + 1,)
 
-        tf.while_loop(
-            lambda pair: pair < self.population // 2, follow, (tf.constant(0),), parallel_iterations=1
-        )
+        tf.while_loop(lambda pair: pair < self.population // 2, follow, (tf.constant(0),), parallel_iterations=1)
 
 
 def centered_ranks(losses: tf.Tensor) -> tf.Tensor:
@@ -258,9 +249,7 @@ class CMAES(Rule):
 class _Search:
     """The library's search and which positions its vector stands for."""
 
-    def __init__(
-        self, start: np.ndarray, sigma: float, population: int | None, seed: int, kept: list
-    ) -> None:
+    def __init__(self, start: np.ndarray, sigma: float, population: int | None, seed: int, kept: list) -> None:
         cma = importlib.import_module("cma")
         # The library would seed NumPy's global generator, which belongs to the user.
         generator = np.random.RandomState(seed % 2**32)

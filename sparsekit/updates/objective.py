@@ -74,9 +74,7 @@ class Objective:
         if not self.compiled:
             return y_pred, self._own_loss(y, y_pred, sample_weight)
         if self._flavour.is_keras3:
-            loss = model._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=self._training
-            )
+            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=self._training)
         else:
             loss = model.compute_loss(x, y, y_pred, sample_weight)
         return y_pred, tf.cast(loss, tf.float32)

@@ -65,13 +65,19 @@ class Reconstruction:
 
 
 def remember_dense(model: Any) -> None:
-    """Keep a copy of a model's weights as what `reconstruct` restores; an earlier copy stays.
+    """Keep a copy of a model's weights as what `reconstruct` restores, until `forget_dense` or the model's end.
 
-    The copy lives as long as the model, or until `forget_dense`.
+    An earlier copy stays if the model differs from it by zeros only: pruned in steps, it still has the same dense
+    model to come back to.
     """
-    if model not in _DENSE:
-        refs = [ref for ref in all_weights(model) if tf.as_dtype(ref.variable.dtype).is_floating]
+    refs = [ref for ref in all_weights(model) if tf.as_dtype(ref.variable.dtype).is_floating]
+    earlier = _DENSE.get(model, {})
+    if not all(ref.path in earlier and _differs_by_zeros(ref.numpy(), earlier[ref.path]) for ref in refs):
         _DENSE[model] = {ref.path: np.array(ref.numpy()) for ref in refs}
+
+
+def _differs_by_zeros(now: np.ndarray, before: np.ndarray) -> bool:
+    return now.shape == before.shape and bool(np.all((now == before) | (now == 0)))
 
 
 def forget_dense(model: Any) -> None:
@@ -170,10 +176,10 @@ class _Work:
                 continue
             view = linear_layer(self._flavour, ref)
             reason = view if isinstance(view, str) else self._obstacle(view)
-            if reason is None:
+            if isinstance(view, LinearLayer) and reason is None:
                 parts.append(_Kernel(view, self._support(view), self._bias))
             else:
-                skipped.append(LayerResult(ref.path, "skipped", reason=reason))
+                skipped.append(LayerResult(ref.path, "skipped", reason=reason or ""))
         if self._batch_norm:
             parts += self._normalizations()
         parts, lost = self._in_running_order(parts)
@@ -444,4 +450,3 @@ def _squared(tensor: tf.Tensor, other: tf.Tensor | None = None) -> float:
     if other is not None:
         tensor = tensor - tf.cast(other, tf.float32)
     return float(tf.reduce_sum(tf.square(tensor)))
-

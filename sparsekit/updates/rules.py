@@ -70,9 +70,7 @@ class FunctionRule(WeightRule):
 
     def __init__(self, function: Function, returns: str = "value") -> None:
         if not callable(function):
-            raise ArgumentError(
-                f"function={function!r} cannot be called; give (weight, mask, step, seed) -> value."
-            )
+            raise ArgumentError(f"function={function!r} cannot be called; give (weight, mask, step, seed) -> value.")
         if returns not in ("value", "delta"):
             raise ArgumentError(f"returns={returns!r} is not known; give 'value' or 'delta'.")
         self.function = function
@@ -183,7 +181,7 @@ def as_rule(given: Any) -> Rule:
     """
     if isinstance(given, Rule):
         return given
-    known = classes(Rule)
+    known: dict[str, Any] = classes(Rule)
     if isinstance(given, str) and given in known:
         return known[given]()
     if callable(given) and not isinstance(given, type):

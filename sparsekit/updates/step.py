@@ -131,9 +131,7 @@ class UpdateStep:
         self._state = self.rule.prepare(self.targets, seed)
         self._measure = self._traced_once(self.objective.measure)
         self._lose = self._traced_once(self.objective.loss)
-        self._compiled = (
-            None if self._eager else tf.function(self._everywhere, reduce_retracing=True, autograph=False)
-        )
+        self._compiled = None if self._eager else tf.function(self._everywhere, reduce_retracing=True, autograph=False)
         self._built = False
 
     @property
@@ -288,9 +286,7 @@ def fit_with_update(
     step = update_step(
         model, rule, include=include, exclude=exclude, masks=masks, seed=seed, training=training, fused=fused
     )
-    arguments = (
-        dict(zip(("x", "y", "sample_weight"), data, strict=False)) if isinstance(data, tuple) else {"x": data}
-    )
+    arguments = dict(zip(("x", "y", "sample_weight"), data, strict=False)) if isinstance(data, tuple) else {"x": data}
     with fitting(model, step):
         history = model.fit(**arguments, epochs=epochs, **fit)
     # A callback may have put back weights from before the prune.
@@ -381,9 +377,7 @@ def _targets(
     for index, ref in enumerate(chosen):
         mask = frozen.get(ref.variable)
         keep = None if mask is None else mask.keep
-        found.append(
-            Target(ref, index, keep, masks == "dynamic" and (ref.key in kernels or mask is not None), fused)
-        )
+        found.append(Target(ref, index, keep, masks == "dynamic" and (ref.key in kernels or mask is not None), fused))
     return found
 
 
