@@ -229,9 +229,9 @@ def _reason(
 def _selectors(given: Selector | Iterable[Selector] | None, argument: str) -> list[Selector]:
     if given is None:
         return []
-    if isinstance(given, (str, type)) or callable(given):
-        given = [given]
-    selectors = list(given) if isinstance(given, Iterable) else [given]
+    selectors: list[Any] = [given]
+    if isinstance(given, Iterable) and not isinstance(given, (str, type)):
+        selectors = list(given)
     for selector in selectors:
         if not (isinstance(selector, (str, type)) or callable(selector)):
             raise ArgumentError(
