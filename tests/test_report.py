@@ -88,6 +88,25 @@ def test_models_without_weights_to_prune_are_no_error(flavour):
         assert "no masks" in str(report)
 
 
+@both
+def test_zeros_that_were_not_pruned_have_a_reason(flavour):
+    k = KERAS[flavour]
+    model = k.Sequential(
+        [k.layers.Input((4,)), k.layers.Embedding(5, 3, name="words"), k.layers.Flatten(name="flat"),
+         k.layers.Dense(2, name="out"), k.layers.Dense(2, name="new", kernel_initializer="zeros")]
+    )  # fmt: skip
+    words, out = model.get_layer("words").embeddings, model.get_layer("out").kernel
+    words.assign(np.where(np.arange(5)[:, None] == 0, 0.0, words.numpy()))
+    out.assign(np.where(np.arange(24).reshape(12, 2) % 4 == 0, 0.0, out.numpy()))
+    sparsekit.freeze(model)
+    rows = rows_by_end(sparsekit.report(model))
+    assert (rows["out/kernel"].status, rows["out/kernel"].zeros, rows["out/kernel"].target) == ("pruned", 6, None)
+    assert (rows["words/embeddings"].status, rows["words/embeddings"].zeros) == ("no mask", 3)
+    assert "padding" in rows["words/embeddings"].reason
+    assert "never trained" in rows["new/kernel"].reason
+    assert "no mask: zero everywhere" in str(sparsekit.report(model))
+
+
 def test_no_model_is_a_type_error():
     with pytest.raises(ModelTypeError, match=r"sparsekit\.load"):
         sparsekit.report("model.h5")
