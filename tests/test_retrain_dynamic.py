@@ -68,8 +68,14 @@ def test_static_masks_let_a_survivor_pass_through_zero(flavour: str) -> None:
         assert_held(model, masks)
 
 
-@pytest.mark.parametrize("enforce", ["gradient", "constraint"])
-@pytest.mark.parametrize("way", [{}, {"jit_compile": True}, {"steps_per_execution": 4, "jit_compile": False}])
+@pytest.mark.parametrize(
+    ("way", "enforce"),
+    [
+        ({}, "gradient"),
+        ({"jit_compile": True}, "constraint"),
+        ({"steps_per_execution": 4, "jit_compile": False}, "gradient"),
+    ],
+)
 @both
 def test_schedule_update_by_update(flavour: str, way: dict, enforce: str) -> None:
     schedule = Polynomial(0.75, begin_step=2, end_step=8, frequency=3, initial_sparsity=0.25)

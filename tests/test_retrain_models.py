@@ -116,8 +116,7 @@ def own_step_model(flavour: str, kind: str):
     return Own(inputs, k.layers.Dense(2)(k.layers.Dense(8, "tanh")(inputs)))
 
 
-@pytest.mark.parametrize("masks", ["static", "dynamic"])
-@pytest.mark.parametrize("enforce", ["gradient", "constraint"])
+@pytest.mark.parametrize(("enforce", "masks"), [("gradient", "static"), ("constraint", "dynamic")])
 @pytest.mark.parametrize("kind", ["optimizer", "assign", "xla"])
 @both
 def test_own_train_step(flavour: str, kind: str, enforce: str, masks: str) -> None:
@@ -152,8 +151,9 @@ def test_dynamic_masks_follow_a_train_step_that_writes_weights() -> None:
     assert sparsekit.masks_of(model)[path].ravel().tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("where", ["attributes", "dict", "sub-models"])
-@pytest.mark.parametrize("enforce", ["gradient", "constraint"])
+@pytest.mark.parametrize(
+    ("where", "enforce"), [("attributes", "gradient"), ("dict", "constraint"), ("sub-models", "gradient")]
+)
 @both
 def test_two_optimizers(flavour: str, enforce: str, where: str) -> None:
     """As a GAN has: each warmed, each with its own clip and momentum; neither revives a zero nor counts one."""
