@@ -309,7 +309,8 @@ def _inputs(data: Any, fit_arguments: dict[str, Any]) -> dict[str, Any]:
         raise ArgumentError(
             f"data is a tuple of {len(data)}; give (x, y) or (x, y, sample_weight), and several inputs as a list."
         )
-    inputs = dict(zip(("x", "y", "sample_weight"), data if isinstance(data, tuple) else (data,), strict=False))
+    parts = data if isinstance(data, tuple) else (data,)
+    inputs: dict[str, Any] = dict(zip(("x", "y", "sample_weight"), parts, strict=False))
     for name in ("x", "y", "sample_weight"):
         given = fit_arguments.pop(name, None)
         if given is not None and inputs.get(name) is not None:
