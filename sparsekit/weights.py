@@ -101,7 +101,8 @@ def all_weights(model: Any) -> list[WeightRef]:
         )
     refs, taken = [], set()
     for variable, chain in found.values():
-        path = _unique(flavour.path(variable), taken)
+        # The model's own name is in front or not depending on how it was built; a saved file has it otherwise.
+        path = _unique(flavour.path(variable).removeprefix(f"{model.name}/"), taken)
         role = path_role(flavour, variable)
         layer = chain[-1] if chain else None
         in_axis, out_axis = _axes(layer, role, len(variable.shape))
