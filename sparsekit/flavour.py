@@ -287,20 +287,21 @@ class Flavour:
         """
         twin = type(optimizer).from_config(optimizer.get_config())
         state, original = vars(twin), vars(optimizer)
-        shared: set[int] = set()
-        for name in ("_iterations", "_learning_rate", "_current_learning_rate", "_hyper", "_hypers_created"):
-            if name in original:
-                shared |= {id(state.get(name)), id(original[name])}
-                state[name] = original[name]
         for name in ("_exclude_from_weight_decay_names", "_exclude_from_weight_decay_pattern"):
             if name in original:
                 state[name] = original[name]
         if "_exclude_from_weight_decay" in original:
-            key = id if self.is_keras3 else key_of
             excluded = set(original["_exclude_from_weight_decay"])
-            added = {key(new) for old, new in stand_ins if key(old) in excluded}
+            added = {optimizer._var_key(new) for old, new in stand_ins if optimizer._var_key(old) in excluded}
             state["_exclude_from_weight_decay"] = excluded | added
         self.build_optimizer(twin, targets)
+        shared: set[int] = set()
+        for name, value in original.items():
+            # Counters, rates and the like: all that belongs to no single weight.
+            alone = hasattr(value, "assign") and not tuple(value.shape)
+            if alone or name in ("_learning_rate", "_hyper"):
+                shared |= {id(state.get(name)), id(value)}
+                state[name] = value
         columns = [
             [v for v in self.optimizer_variables(one) if id(v) not in shared] for one in (optimizer, twin)
         ]

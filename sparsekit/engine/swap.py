@@ -98,8 +98,8 @@ class Swap:
         for layer in self._flags:
             vars(layer)["_could_use_gpu_kernel"] = False
         self.model.optimizer = self._twin.optimizer
-        self._exchange_functions("out", "in")
         self._hold()
+        self._exchange_functions("out", "in")
 
     def leave(self) -> None:
         """Swap out: kernels, slots and the model are as without the engine. Can be repeated if it was interrupted."""
@@ -118,9 +118,9 @@ class Swap:
             for layer in self._flags:
                 vars(layer)["_could_use_gpu_kernel"] = True
             self.model.optimizer = self._optimizer
-            self._exchange_functions("in", "out")
             self._state = "out"
             self._hold()
+            self._exchange_functions("in", "out")
 
     def verify(self, batch: tuple[Any, ...]) -> None:
         """Trace a training step to see that it works and takes the kernels through their layers only.
