@@ -14,7 +14,7 @@ from sparsekit.errors import ArgumentError
 from sparsekit.frozen import attach, frozen_masks
 from sparsekit.masks import MaskSet
 from sparsekit.updates import forget_dense, reconstruct
-from sparsekit.updates.least_squares import error_change, solve_on_support, solve_with_held_out
+from sparsekit.updates.least_squares import error_change, obs_rows, solve_on_support, solve_with_held_out
 
 _RNG = np.random.default_rng(11)
 # Inputs with correlated columns: where a weight goes, its neighbours can take over.
@@ -118,6 +118,37 @@ def test_the_solution_is_the_least_squares_one_on_the_support():
         assert (found[~kept, column] == 0).all()
     before, after = np.sum(lacking**2), np.sum((rows @ found - lacking) ** 2)
     assert error_change(rows.T @ rows, rows.T @ lacking, found) == pytest.approx(after - before)
+
+
+def test_obs_is_least_squares_where_all_removed_rows_come_first():
+    rng = np.random.default_rng(1)
+    rows, dense = rng.normal(size=(60, 7)), rng.normal(size=(7, 2))
+    support = np.array([[False, False], [False, False], [False, True]] + [[True, True]] * 4)
+    found = obs_rows(rows.T @ rows, dense, support, ridge=1e-12)
+    for column in range(2):
+        kept = support[:, column]
+        expected = np.linalg.lstsq(rows[:, kept], rows @ dense[:, column], rcond=None)[0]
+        np.testing.assert_allclose(found[kept, column], expected, rtol=1e-6)
+        assert (found[~kept, column] == 0).all()
+
+
+def test_obs_leaves_a_dense_matrix_alone():
+    rng = np.random.default_rng(1)
+    dense = rng.normal(size=(4, 3))
+    np.testing.assert_array_equal(obs_rows(np.eye(4), dense, np.ones((4, 3), bool)), dense)
+
+
+@both
+def test_the_obs_method_lowers_errors_too(flavour):
+    model = images_model(flavour)
+    prune_half(model)
+    masks = frozen_masks(model).to_masks()
+    result = reconstruct(model, IMAGES, method="obs", batch_norm=False)
+    assert len(result.changed) >= 3
+    assert all(row.error_after <= row.error_before for row in result.rows)
+    assert result.rows[-1].error_after < result.rows[-1].error_before
+    for path in masks:
+        assert (values(model)[path][~masks[path]] == 0).all()
 
 
 def test_a_change_that_does_not_hold_on_the_other_half_is_not_made():
@@ -225,6 +256,7 @@ def test_biases_and_statistics_stay_when_asked():
         ),
         ({"reference": 5}, r"reference is a int; give the dense model"),
         ({"reference": {"nobody": np.zeros(3)}}, r"reference names 'nobody', and .* has no such weight"),
+        ({"method": "magic"}, r"method='magic' is not known; give one of least_squares, obs"),
         ({"samples": 0}, r"samples=0 must be a whole number >= 1"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from models import KERAS, X, Y, both, values
 
+import sparsekit
 from sparsekit.errors import ArgumentError, SparsekitWarning
 from sparsekit.frozen import attach, frozen_masks
 from sparsekit.masks import MaskSet
@@ -194,6 +195,25 @@ def test_dynamic_masks_keep_what_lands_on_zero(flavour):
         np.testing.assert_array_equal(frozen_masks(model).to_masks()[path], ~landed[path])
     update_step(model, UniformNoise(0.1), include="*/bias", masks="dynamic")(X, Y)
     assert all((values(model)[path] != 0).all() for path in values(model) if path.endswith("bias"))
+
+
+@both
+def test_the_public_names_do_the_same(flavour):
+    results = []
+    for run in (
+        lambda m: sparsekit.retrain(m, (X, Y), update=UniformNoise(0.1), batch_size=32, seed=9, verbose=0),
+        lambda m: fit_with_update(m, (X, Y), UniformNoise(0.1), batch_size=32, seed=9, verbose=0),
+        lambda m: sparsekit.update_step(m, UniformNoise(0.1), seed=9)(X, Y),
+        lambda m: m.fit(X, Y, callbacks=[sparsekit.callbacks.WeightUpdate("uniform_noise", every=64)], verbose=0),
+    ):
+        model = sparsekit.prune(models.mlp(flavour, KERAS[flavour].optimizers.SGD(0.0), jit_compile=False), 0.5)
+        masks = sparsekit.masks_of(model)
+        history = run(model)
+        models.assert_held(model, masks)
+        results.append((list(values(model).values()), history))
+    for one, two in zip(results[0][0], results[1][0], strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert results[0][1].history == results[1][1].history
 
 
 def test_static_masks_let_a_survivor_leave_zero():

@@ -1,4 +1,4 @@
-"""Least squares on a given support. NumPy only."""
+"""Weights on a given support that restore a layer's output: least squares, or OBS row by row. NumPy only."""
 
 from __future__ import annotations
 
@@ -79,3 +79,31 @@ def solve_with_held_out(
     if found is None:
         return None
     return solve_on_support(grams[0] + grams[1], residuals[0] + residuals[1], support, found)
+
+
+def obs_rows(gram: np.ndarray, dense: np.ndarray, support: np.ndarray, ridge: float = 1e-2) -> np.ndarray:
+    """Remove the weights off the support one row after the other; each time the rows below make up for it.
+
+    One Cholesky factor of the inverse Hessian serves all columns, whatever their supports. Rows above stay as they
+    are, so the result is near the least squares solution, and equal to it where all removed rows come first.
+    Frantar, Alistarh (2023), "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", after Hassibi,
+    Stork (1992), "Second Order Derivatives for Network Pruning: Optimal Brain Surgeon".
+
+    Args:
+        gram: X'X, (in, in).
+        dense: the weights before the prune, (in, out).
+        support: bool (in, out), True where a weight stays.
+        ridge: damping, relative to the mean of the diagonal.
+
+    Returns:
+        The new weights, (in, out), exactly zero off the support.
+    """
+    hessian = gram.astype(np.float64)
+    damping = ridge * max(float(np.diagonal(hessian).mean()), np.finfo(np.float32).tiny)
+    hessian[np.diag_indices_from(hessian)] += damping
+    factor = np.linalg.cholesky(np.linalg.inv(hessian)).T
+    weights = dense.astype(np.float64)
+    for row in range(len(weights)):
+        removed = np.where(support[row], 0.0, weights[row]) / factor[row, row]
+        weights[row:] -= np.outer(factor[row, row:], removed)
+    return np.where(support, weights, 0.0)

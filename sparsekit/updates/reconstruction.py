@@ -15,10 +15,11 @@ from ..flavour import Flavour, flavour_of, key_of, native
 from ..frozen import frozen_masks
 from ..weights import Selector, all_weights, read, survey
 from .capture import Tap, Values, input_batches
-from .least_squares import solve_with_held_out
+from .least_squares import obs_rows, solve_with_held_out
 from .linear import LinearLayer, linear_layer
 from .step import alone
 
+METHODS = ("least_squares", "obs")
 _WIDEST = 8192  # inputs of a kernel: the normal equations take the square of that
 _STEPS = (1.0, 0.5, 0.25)  # parts of a change that are tried until one lowers the error after the activation
 _DENSE: weakref.WeakKeyDictionary[Any, dict[str, np.ndarray]] = weakref.WeakKeyDictionary()
@@ -92,6 +93,7 @@ def reconstruct(
     reference: Any = None,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
+    method: str = "least_squares",
     samples: int = 512,
     batch_size: int = 64,
     bias: bool = True,
@@ -117,6 +119,8 @@ def reconstruct(
             that the model had before `prune`.
         include: change only kernels that match: path globs, layer classes, or functions of a `WeightRef`.
         exclude: the same forms; leave these alone.
+        method: `"least_squares"`: the best kept weights for these samples, `"obs"`: the row by row update of SparseGPT,
+            which starts from the dense weights and looks at the layer's own inputs only.
         samples: number of samples to take from `data`.
         batch_size: samples at a time; memory grows with it.
         bias: correct trainable biases, too.
@@ -132,6 +136,8 @@ def reconstruct(
     for name, number in (("samples", samples), ("batch_size", batch_size)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ArgumentError(f"{name}={number!r} must be a whole number >= 1.")
+    if method not in METHODS:
+        raise ArgumentError(f"method={method!r} is not known; give one of {', '.join(METHODS)}.")
     flavour = flavour_of(model)
     if reference is None:
         reference = _DENSE.get(model)
@@ -144,7 +150,7 @@ def reconstruct(
     batches = input_batches(data, samples, batch_size)
     with alone(model):
         frozen_masks(model).apply()
-        work = _Work(flavour, model, dense, batches, bias, batch_norm, seed)
+        work = _Work(flavour, model, dense, batches, method, bias, batch_norm, seed)
         return work.run({ref.key for ref in survey(model, include, exclude)[0]})
 
 
@@ -157,6 +163,7 @@ class _Work:
         model: Any,
         dense: Values,
         batches: list[Any],
+        method: str,
         bias: bool,
         batch_norm: bool,
         seed: int,
@@ -165,6 +172,7 @@ class _Work:
         self._model = model
         self._dense = dense
         self._batches = batches
+        self._method = method
         self._bias = bias
         self._batch_norm = batch_norm
         self._seed = seed
@@ -177,7 +185,7 @@ class _Work:
             view = linear_layer(self._flavour, ref)
             reason = view if isinstance(view, str) else self._obstacle(view)
             if isinstance(view, LinearLayer) and reason is None:
-                parts.append(_Kernel(view, self._support(view), self._bias))
+                parts.append(_Kernel(view, self._support(view), self._bias, self._method))
             else:
                 skipped.append(LayerResult(ref.path, "skipped", reason=reason or ""))
         if self._batch_norm:
@@ -306,11 +314,12 @@ class _Part:
 class _Kernel(_Part):
     """A kernel with its bias."""
 
-    def __init__(self, view: LinearLayer, support: np.ndarray, bias: bool) -> None:
+    def __init__(self, view: LinearLayer, support: np.ndarray, bias: bool, method: str) -> None:
         super().__init__()
         self.path, self.layer = view.path, view.layer
         self.view = view
         self.support = support
+        self.method = method
         trainable = {key_of(variable) for variable in view.layer.trainable_variables}
         self.has_bias = bias and view.bias is not None and key_of(view.bias) in trainable
 
@@ -344,6 +353,7 @@ class _NormalEquations:
         self._grams = tuple(np.zeros((self._width, self._width), np.float32) for _ in range(2))
         self._residuals = tuple(np.zeros((self._width, outputs), np.float32) for _ in range(2))
         self._enough = max(20_000, 10 * inputs)
+        self._dense: np.ndarray | None = None
 
     def add(
         self,
@@ -355,6 +365,7 @@ class _NormalEquations:
         batches: int,
     ) -> None:
         view = self._kernel.view
+        self._dense = dense.array(view.ref.variable)
         rows, dense_rows = view.rows(inputs), view.rows(dense_inputs)
         count, limit = int(rows.shape[0]), max(1, self._enough // batches)
         if count > limit:
@@ -368,12 +379,28 @@ class _NormalEquations:
         self._residuals[half][...] += tf.matmul(rows, lacking, transpose_a=True).numpy()
 
     def solve(self) -> np.ndarray | None:
+        if self._kernel.method == "obs":
+            return self._obs()
         support = self._kernel.support
         if self._kernel.has_bias:
             support = np.concatenate([support, np.ones((1, support.shape[1]), np.bool_)])
         if not self._residuals[1].any():
             return None
         return solve_with_held_out(self._grams, self._residuals, support)  # type: ignore[arg-type]
+
+    def _obs(self) -> np.ndarray | None:
+        kernel = self._kernel
+        if self._dense is None:
+            return None
+        gram, residual = self._grams[0] + self._grams[1], self._residuals[0] + self._residuals[1]
+        inputs = kernel.support.shape[0]
+        new = obs_rows(gram[:inputs, :inputs], kernel.view.matrix(self._dense), kernel.support)
+        change = new - kernel.view.matrix(kernel.view.ref.numpy())
+        if not kernel.has_bias:
+            return change
+        # The last row belongs to an input that is always one: what is lacking on average then goes to the bias.
+        missing = (residual[inputs] - gram[inputs, :inputs] @ change) / gram[inputs, inputs]
+        return np.concatenate([change, missing[None]])
 
     def _linear(self, rows: tf.Tensor, values: Values | None) -> tf.Tensor:
         """Output before the activation, with the dense values or the layer's own."""
