@@ -23,7 +23,18 @@ import tensorflow as tf
 
 from ..errors import ArgumentError, FileError
 from ..flavour import Flavour, flavour_of
-from .run_state import FolderLock, RunState, load, metric_variables, plain_attributes, put, take, variables_of, write
+from .run_state import (
+    FolderLock,
+    RunState,
+    best_weights,
+    load,
+    metric_variables,
+    put,
+    remembered,
+    take,
+    variables_of,
+    write,
+)
 
 STATE = "state.zip"
 
@@ -56,7 +67,7 @@ class Checkpoints:
 
         Args:
             model: a compiled and built model, in the state in which the first run began.
-            extra: further variables that steps depend on, by name.
+            extra: further variables that steps depend on, in an order that is the same in each run.
             arguments: those of fit.
 
         Returns:
@@ -183,15 +194,18 @@ class _Run:
         if batches:
             variables |= metric_variables(self.model)
         state.epoch, state.batches = epoch, batches
-        state.arrays = take(variables)
-        state.callbacks = [plain_attributes(callback) for callback in self.callbacks]
+        state.arrays = take(variables) | best_weights(self.callbacks)
+        state.callbacks = [remembered(callback) for callback in self.callbacks]
         write(self.path, state)
 
     # --- called by the callback ---
 
     def train_begins(self) -> None:
-        for callback, attributes in zip(self.callbacks, self.state.callbacks, strict=False):
-            vars(callback).update(attributes)
+        for place, (callback, known) in enumerate(zip(self.callbacks, self.state.callbacks, strict=False)):
+            vars(callback).update(known)
+            weights = [value for name, value in self.state.arrays.items() if name.startswith(f"callback:{place}:")]
+            if weights:
+                callback.best_weights = weights
         self.skipped = self.state.batches
 
     def epoch_begins(self, epoch: int) -> None:
@@ -274,6 +288,8 @@ def _data_of(arguments: dict[str, Any], checkpoints: Checkpoints, flavour: Flavo
     if arguments.get("steps_per_epoch") is not None:
         raise ArgumentError("steps_per_epoch cannot be used with checkpoints; an epoch is one pass over the data.")
     if isinstance(x, tf.data.Dataset):
+        # Keras cannot shuffle it, and says so if it is asked to.
+        arguments["shuffle"] = False
         size = int(x.cardinality())
         return _Data(lambda skip: x.skip(skip) if skip else x, size if size >= 0 else None, {"data": "dataset"})
     if _is_array(x):

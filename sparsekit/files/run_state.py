@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..errors import FileError
-from ..flavour import Flavour, native
+from ..flavour import NAMES, Flavour, native
 from ..frozen import frozen_masks
 from ..weights import all_weights, read
 from .atomic import replacing
@@ -33,7 +33,7 @@ class RunState:
         history: metric -> one value for each epoch done.
         plan: what must be the same when the run goes on: data, batch size, seed.
         arrays: name -> values of every variable.
-        callbacks: for each callback its plain attributes.
+        callbacks: for each callback what it remembers.
         finished: whether all epochs are done.
     """
 
@@ -48,14 +48,17 @@ class RunState:
 
 def variables_of(model: Any, flavour: Flavour, random_states: list[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Every variable that the next step depends on, by a name that is the same in each process."""
-    found = {f"weight:{ref.path}": ref.variable for ref in all_weights(model)}
+    # By place, since a model built a second time in one process gets other names: dense_1, dense_2, ...
+    refs = all_weights(model)
+    place = {ref.path: f"{position}:{ref.role}" for position, ref in enumerate(refs)}
+    found = {f"weight:{place[ref.path]}": ref.variable for ref in refs}
     for position, variable in enumerate(flavour.optimizer_variables(model.optimizer)):
         found[f"optimizer:{position}"] = variable
     for position, variable in enumerate(random_states):
         found[f"random:{position}"] = variable
     for mask in frozen_masks(model):
-        found[f"mask:{mask.path}"] = mask.keep
-    found.update({f"extra:{name}": variable for name, variable in extra.items()})
+        found[f"mask:{place[mask.path]}"] = mask.keep
+    found.update({f"extra:{position}": variable for position, variable in enumerate(extra.values())})
     return {name: variable for name, variable in found.items() if tf.as_dtype(variable.dtype) != tf.string}
 
 
@@ -80,7 +83,7 @@ def put(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray], path: Pa
     other = [name for name in variables if name in arrays and tuple(variables[name].shape) != arrays[name].shape]
     if missing or other:
         raise FileError(
-            f"The checkpoint in '{path}' belongs to another model, optimizer or call (it differs in "
+            f"The checkpoint in '{path.parent}' belongs to another model, optimizer or call (it differs in "
             f"'{(missing + other)[0]}'); give another folder, or delete this one to begin anew."
         )
     for name, variable in variables.items():
@@ -152,12 +155,38 @@ def load(path: Path) -> RunState | None:
     )
 
 
-def plain_attributes(callback: Any) -> dict[str, Any]:
-    """What a callback counts and remembers, as far as it is numbers: best value, patience so far."""
+# What the callbacks of both Kerases remember of a run: best value, patience so far, batches since the last save. Their
+# settings look the same from outside but are not: EarlyStopping flips the sign of its min_delta when it begins.
+_REMEMBERED = (
+    "best",
+    "best_epoch",
+    "wait",
+    "stopped_epoch",
+    "cooldown_counter",
+    "epochs_since_last_save",
+    "_batches_seen_since_last_saving",
+    "_last_batch_seen",
+)
+
+
+def remembered(callback: Any) -> dict[str, Any]:
+    """What one of Keras' own callbacks has counted so far; nothing for a class of the user's own."""
+    if type(callback).__module__.split(".")[0] not in NAMES:
+        return {}
+    found = {name: vars(callback)[name] for name in _REMEMBERED if name in vars(callback)}
     return {
-        name: value if not isinstance(value, np.generic) else value.item()
-        for name, value in vars(callback).items()
-        if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating))
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in found.items()
+        if value is None or isinstance(value, (bool, int, float, np.generic))
+    }
+
+
+def best_weights(callbacks: list[Any]) -> dict[str, np.ndarray]:
+    """The weights that callbacks keep to put back at the end."""
+    return {
+        f"callback:{place}:{position}": np.asarray(weight)
+        for place, callback in enumerate(callbacks)
+        for position, weight in enumerate(getattr(callback, "best_weights", None) or ())
     }
 
 
