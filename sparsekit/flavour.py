@@ -178,9 +178,7 @@ class Flavour:
                 for name in ("_rng_type", "_built", "_seed", "_generator"):
                     setattr(one, name, before.get(name))
 
-    def callback_list(
-        self, callbacks: list[Any], model: Any, verbose: Any, epochs: int, steps: int | None
-    ) -> Any:
+    def callback_list(self, callbacks: list[Any], model: Any, verbose: Any, epochs: int, steps: int | None) -> Any:
         """The list of callbacks that fit would make of these."""
         verbose = 1 if verbose == "auto" else int(verbose)
         return self.keras.callbacks.CallbackList(
@@ -302,9 +300,7 @@ class Flavour:
             if alone or name in ("_learning_rate", "_hyper"):
                 shared |= {id(state.get(name)), id(value)}
                 state[name] = value
-        columns = [
-            [v for v in self.optimizer_variables(one) if id(v) not in shared] for one in (optimizer, twin)
-        ]
+        columns = [[v for v in self.optimizer_variables(one) if id(v) not in shared] for one in (optimizer, twin)]
         return twin, list(zip(*columns, strict=True))
 
     # --- files ---
@@ -623,6 +619,24 @@ def _weight_budget(layer_class: type, budget: int) -> Iterator[None]:
             yield
         finally:
             layer_class.add_weight = original  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def shadowed(obj: Any, name: str, value: Any) -> Iterator[None]:
+    """Give one Keras object another method for a while.
+
+    Written to the object's own dictionary, past Keras' __setattr__: it is neither tracked nor put into a file.
+    """
+    attributes = vars(obj)
+    before = attributes.get(name)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = before
 
 
 def native(variable: Any) -> Any:

@@ -68,9 +68,7 @@ class Gradual(Dynamic):
         fused: hold the weights with the engine's one-pass op.
     """
 
-    def __init__(
-        self, frozen: FrozenMasks, schedule: Schedule, first_update: int = 0, fused: bool = False
-    ) -> None:
+    def __init__(self, frozen: FrozenMasks, schedule: Schedule, first_update: int = 0, fused: bool = False) -> None:
         self.frozen = frozen
         self.fused = fused
         self.schedule = schedule

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from ..engine import masking
 from ..errors import MaskError
-from ..flavour import Flavour, native
+from ..flavour import Flavour, native, shadowed
 from ..frozen import FrozenMask, FrozenMasks, keep_only
 
 MODES = ("gradient", "constraint")
@@ -163,7 +163,8 @@ def enforced(enforcement: Enforcement, model: Any, optimizers: list[Any]) -> Ite
     """Hold the masks in every step that is traced or run inside this context."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_wrapped_updates(optimizer, enforcement))
+            wrapped = _with_masks(optimizer, lambda: enforcement)
+            stack.enter_context(shadowed(optimizer, enforcement.flavour.update_method(), wrapped))
         if enforcement.mode == "constraint":
             stack.enter_context(_constrained(enforcement))
         if enforcement.flavour.has_own_train_step(model):
@@ -173,28 +174,13 @@ def enforced(enforcement: Enforcement, model: Any, optimizers: list[Any]) -> Ite
 
 def wrap_updates(optimizer: Any, find: Callable[[], Enforcement]) -> None:
     """Wrap the optimizer's update method, for good. `find` gives the enforcement when a step is traced."""
-    name = find().flavour.update_method()
-    original = getattr(vars(optimizer).get(name), "unwrapped", None) or getattr(optimizer, name)
-    vars(optimizer)[name] = _with_masks(original, optimizer, find)
+    vars(optimizer)[find().flavour.update_method()] = _with_masks(optimizer, find)
 
 
-@contextlib.contextmanager
-def _wrapped_updates(optimizer: Any, enforcement: Enforcement) -> Iterator[None]:
-    name = enforcement.flavour.update_method()
-    before = vars(optimizer).get(name)
-    wrap_updates(optimizer, lambda: enforcement)
-    try:
-        yield
-    finally:
-        # Written to the object's own dictionary: neither Keras tracks it or puts it in a file.
-        if before is None:
-            del vars(optimizer)[name]
-        else:
-            vars(optimizer)[name] = before
-
-
-def _with_masks(original: Callable, optimizer: Any, find: Callable[[], Enforcement]) -> Callable:
+def _with_masks(optimizer: Any, find: Callable[[], Enforcement]) -> Callable:
     """`apply(gradients, variables)` or `apply_gradients(pairs)` with the masks held around it."""
+    current = getattr(optimizer, find().flavour.update_method())
+    original = getattr(current, "unwrapped", current)
     takes_pairs = original.__name__ == "apply_gradients"
 
     @functools.wraps(original)
@@ -256,7 +242,6 @@ def _rows_unconstrained(
 @contextlib.contextmanager
 def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
     """A user's own train_step may write to weights without an optimizer: do after it what is done after an update."""
-    before = vars(model).get("train_step")
     original = model.train_step
 
     @functools.wraps(original)
@@ -267,14 +252,8 @@ def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
             enforcement.choose(getattr(getattr(model, "optimizer", None), "iterations", 0))
         return logs
 
-    vars(model)["train_step"] = train_step
-    try:
+    with shadowed(model, "train_step", train_step):
         yield
-    finally:
-        if before is None:
-            del vars(model)["train_step"]
-        else:
-            vars(model)["train_step"] = before
 
 
 def optimizers_of(model: Any, flavour: Flavour) -> list[Any]:
