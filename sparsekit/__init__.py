@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import updates
-    from .api import freeze, masked, masks_of, prune, report, retrain, strip, train_step
+    from .api import accelerate, freeze, masked, masks_of, prune, report, retrain, strip, train_step
     from .files import load, save
     from .training import callbacks
     from .training.constraint import MaskConstraint
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # TensorFlow takes seconds to import; a name is loaded when it is first used, so that `sparsekit --help` is quick.
 _HOMES = {
+    "accelerate": ".api",
     "prune": ".api",
     "retrain": ".api",
     "freeze": ".api",
@@ -36,6 +37,7 @@ _MODULES = {"callbacks": ".training.callbacks", "updates": ".updates"}
 
 __all__ = [
     "MaskConstraint",
+    "accelerate",
     "callbacks",
     "freeze",
     "load",

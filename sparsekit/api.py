@@ -12,6 +12,7 @@ import numpy as np
 
 from .criteria import Criterion
 from .distributions import Distribution
+from .engine.accelerate import Accelerated
 from .engine.gate import check_engine
 from .errors import ArgumentError, ModelTypeError
 from .files.checkpoint import Checkpoints
@@ -318,6 +319,27 @@ def _inputs(data: Any, fit_arguments: dict[str, Any]) -> dict[str, Any]:
         if given is not None:
             inputs[name] = given
     return inputs
+
+
+def accelerate(model: Any, *, engine: str = "auto") -> Accelerated:
+    """A faster forward pass of a pruned model for inference: its zeros are left out where that is measured to pay.
+
+    Args:
+        model: a built model with zeros in its weights; it is left alone.
+        engine: `"auto"` times both forms of each weight on the first batch; `"sparse"` leaves out all zeros that it
+            can.
+
+    Returns:
+        A callable for batches with a `predict(x, batch_size)`, for the weights of now: make a new one after further
+        training. Its `report` says which weights were taken.
+
+    Raises:
+        EngineError: if `engine="sparse"` cannot be.
+    """
+    flavour_of(model)
+    if engine not in ("auto", "sparse"):
+        raise ArgumentError(f"engine={engine!r} is not known; give 'auto' or 'sparse'.")
+    return Accelerated(model, engine)
 
 
 def train_step(model: Any, *, masks: str = "static", enforce: str = "gradient") -> TrainStep:

@@ -7,7 +7,7 @@ masks go away with it. A second prune writes into the same variables, so that a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class FrozenMask:
         keep: bool tf.Variable of the weight's shape, True = keep; one byte a position.
         pattern: name of the structure of the zeros.
         target: sparsity that was asked for, or None if the mask was given or read from zeros.
+        dropped: how many further positions of the weight are dropped, where the variable holds only a part of it.
     """
 
     path: str
@@ -37,6 +38,7 @@ class FrozenMask:
     keep: tf.Variable
     pattern: str = "unstructured"
     target: float | None = None
+    dropped: int = 0
 
     @property
     def key(self) -> str:
@@ -73,12 +75,11 @@ class FrozenMasks:
         """The mask of a variable (of either Keras, or its tf.Variable), or None."""
         return self._by_key.get(key_of(variable))
 
-    def without(self, paths: Collection[str]) -> FrozenMasks:
-        """The same masks but these."""
+    def without(self, paths: Collection[str], others: Iterable[FrozenMask] = ()) -> FrozenMasks:
+        """The same masks but these, with others in their place."""
         rest = FrozenMasks()
-        for frozen in self:
-            if frozen.path not in paths:
-                rest._by_path[frozen.path] = rest._by_key[frozen.key] = frozen
+        for frozen in (*(mask for mask in self if mask.path not in paths), *others):
+            rest._by_path[frozen.path] = rest._by_key[frozen.key] = frozen
         return rest
 
     def put(self, ref: WeightRef, mask: Mask, target: float | None) -> None:

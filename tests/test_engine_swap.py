@@ -416,3 +416,43 @@ def test_what_the_engine_refuses(case: str, sentence: str) -> None:
     history = sparsekit.retrain(model, (X, Y), engine="auto", **FIT, **arguments)
     assert history.engine.engine == "dense"
     assert sentence in history.engine.reason
+
+
+@both
+def test_masks_that_follow_zeros(flavour: str) -> None:
+    """Ftrl with a strong L1 penalty makes exact zeros, which are masked from then on."""
+    k = KERAS[flavour]
+
+    def make() -> Any:
+        optimizer = k.optimizers.Ftrl(0.1, l1_regularization_strength=0.02)
+        return sparsekit.prune(mlp(flavour, optimizer), 0.3)
+
+    first = sparsekit.masks_of(make()).sparsity
+    _, sparse = run_both(make, epochs=4, masks="dynamic")
+    assert sparsekit.masks_of(sparse).sparsity > first
+
+
+@both
+def test_masks_that_follow_a_schedule(flavour: str) -> None:
+    """From nothing to 80 %: the index arrays are made anew on the way."""
+    k = KERAS[flavour]
+    schedule = sparsekit.schedules.Polynomial(0.8, begin_step=0, end_step=15, frequency=3)
+    _, sparse = run_both(lambda: mlp(flavour, k.optimizers.Adam(0.02)), epochs=4, schedule=schedule)
+    assert sparsekit.masks_of(sparse).sparsity == pytest.approx(0.8, abs=0.02)
+
+
+@both
+def test_a_prune_within_the_run(flavour: str) -> None:
+    k = KERAS[flavour]
+
+    def run(engine: str) -> Any:
+        model = sparsekit.prune(mlp(flavour, k.optimizers.Adam(0.02)), 0.3)
+        more = k.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: sparsekit.prune(model, 0.3 + 0.2 * epoch))
+        sparsekit.retrain(model, (X, Y), engine=engine, epochs=3, callbacks=[more], **FIT)
+        return model
+
+    dense, sparse = run("dense"), run("sparse")
+    assert sparsekit.masks_of(dense) == sparsekit.masks_of(sparse)
+    assert sparsekit.masks_of(sparse).sparsity == pytest.approx(0.7, abs=0.02)
+    for left, right in zip(dense.get_weights(), sparse.get_weights(), strict=True):
+        np.testing.assert_allclose(right, left, rtol=1e-5, atol=1e-6)

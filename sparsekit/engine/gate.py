@@ -117,14 +117,15 @@ class EnginePlan:
         self._sites, self.report = decide(flavour, model, frozen, optimizers, engine, arguments, obstacle)
 
     @contextlib.contextmanager
-    def running(self, hold: Hold, arguments: dict[str, Any]) -> Iterator[None]:
+    def running(self, hold: Hold, arguments: dict[str, Any], changing: bool = False) -> Iterator[None]:
         """A context for the call of fit; the model is as before afterwards, with the trained values in its kernels.
 
         Args:
             hold: `hold(masks, optimizers)`: a context in which steps are traced with these masks held.
             arguments: what fit gets; its callbacks are changed.
+            changing: whether the masks change during the run.
         """
-        swap = self._swap(hold, arguments) if self._sites else None
+        swap = self._swap(hold, arguments, changing) if self._sites else None
         say(self.report)
         if swap is None:
             with hold(self._frozen, self._optimizers):
@@ -136,11 +137,11 @@ class EnginePlan:
         finally:
             swap.close()
 
-    def _swap(self, hold: Hold, arguments: Mapping[str, Any]) -> Swap | None:
+    def _swap(self, hold: Hold, arguments: Mapping[str, Any], changing: bool) -> Swap | None:
         flavour, model = self._flavour, self._model
         swap = None
         try:
-            swap = Swap(flavour, model, self._frozen, self._sites, hold)
+            swap = Swap(flavour, model, self._frozen, self._sites, hold, changing)
             if flavour.has_own_code(model):
                 batch = batch_spec(model, arguments)
                 if batch is None:
@@ -320,7 +321,9 @@ def _expected_saving(site: Site, uses: list[Use]) -> float:
     return sum(use.times * timings.dense_seconds(use) * (1.0 - share) for use in uses)
 
 
-def probe(flavour: Flavour, model: Any, sites: list[Site], x: Any) -> tuple[dict[str, list[Use]], dict[str, str]]:
+def probe(
+    flavour: Flavour, model: Any, sites: list[Site], x: Any, training: bool = True
+) -> tuple[dict[str, list[Use]], dict[str, str]]:
     """Trace a model once to see what it does with each kernel; nothing is computed.
 
     Args:
@@ -328,6 +331,7 @@ def probe(flavour: Flavour, model: Any, sites: list[Site], x: Any) -> tuple[dict
         model: a built model.
         sites: kernels to look at.
         x: spec of its inputs.
+        training: whether a training step is meant, or the forward pass alone.
 
     Returns:
         `(path -> uses in a step, path -> why a kernel cannot be stood in for)`.
@@ -356,7 +360,8 @@ def probe(flavour: Flavour, model: Any, sites: list[Site], x: Any) -> tuple[dict
                     # Within a loop or a function of its own, the tape does not show what it will ask for.
                     gradient = looped or own_step or record.should_record_backprop([x])
                     shape = (int(x.shape[0] or batch), *(int(n) for n in tuple(x.shape)[1:]))
-                    use = Use(operation, shape, activation == "relu", gradient, loops if looped else 1)
+                    relu, times = activation == "relu", loops if looped else 1
+                    use = Use(operation, shape, relu, training and gradient, times, backward=training)
                     uses.setdefault(site.path, []).append(use)
             return dense_product(operation, tf.zeros(operation.shape))(x, bias, activation)
 
@@ -371,7 +376,7 @@ def probe(flavour: Flavour, model: Any, sites: list[Site], x: Any) -> tuple[dict
         outer[:] = [tf.compat.v1.get_default_graph()]
         with tf.GradientTape() as tape:
             tape.watch([native(variable) for variable in model.trainable_variables])
-            return model(x, training=True)
+            return model(x, training=training)
 
     with swapped_calls(flavour, model, calls), flavour.unmoved_randomness():
         captured = tf.function(forward, autograph=False).get_concrete_function(x).captured_inputs

@@ -185,7 +185,7 @@ class LayerForm(ABC):
         return any(type(layer) is getattr(flavour.keras.layers, name, None) for name in self.classes)
 
     @abstractmethod
-    def why_not(self, layer: Any) -> str | None:
+    def why_not(self, layer: Any, training: bool = True) -> str | None:
         """Why this one cannot be taken; None if it can."""
 
     @abstractmethod
@@ -216,7 +216,7 @@ class FeedForward(LayerForm):
 class DenseForm(FeedForward):
     classes = ("Dense",)
 
-    def why_not(self, layer: Any) -> str | None:
+    def why_not(self, layer: Any, training: bool = True) -> str | None:
         return None
 
     def operation(self, layer: Any, role: str) -> Operation:
@@ -226,7 +226,7 @@ class DenseForm(FeedForward):
 class ConvForm(FeedForward):
     classes = ("Conv1D", "Conv2D")
 
-    def why_not(self, layer: Any) -> str | None:
+    def why_not(self, layer: Any, training: bool = True) -> str | None:
         return None if layer.data_format == "channels_last" else "it works on channels first"
 
     def operation(self, layer: Any, role: str) -> Operation:
@@ -237,7 +237,7 @@ class ConvForm(FeedForward):
 class EinsumForm(LayerForm):
     classes = ("EinsumDense",)
 
-    def why_not(self, layer: Any) -> str | None:
+    def why_not(self, layer: Any, training: bool = True) -> str | None:
         return None if _contracted(layer.equation) else f"its equation {layer.equation} is no matrix product"
 
     def operation(self, layer: Any, role: str) -> Matrix:
@@ -277,8 +277,9 @@ def _contracted(equation: str) -> int:
 class Cell(LayerForm):
     roles = ("kernel", "recurrent_kernel")
 
-    def why_not(self, layer: Any) -> str | None:
-        return "it drops inputs or states at random" if layer.dropout or layer.recurrent_dropout else None
+    def why_not(self, layer: Any, training: bool = True) -> str | None:
+        drops = training and (layer.dropout or layer.recurrent_dropout)
+        return "it drops inputs or states at random" if drops else None
 
     def operation(self, layer: Any, role: str) -> Operation:
         return Matrix(tuple(int(n) for n in getattr(layer, role).shape))
@@ -305,9 +306,9 @@ class LSTMForm(Cell):
 class GRUForm(Cell):
     classes = ("GRUCell",)
 
-    def why_not(self, layer: Any) -> str | None:
+    def why_not(self, layer: Any, training: bool = True) -> str | None:
         # Its recurrent kernel is used in two parts, of which the second needs what came of the first.
-        return super().why_not(layer) if layer.reset_after else "it resets the state before its product"
+        return super().why_not(layer, training) if layer.reset_after else "it resets the state before its product"
 
     def call(self, flavour: Flavour, layer: Any, products: Mapping[str, Product]) -> Callable[..., Any]:
         gate, activation = layer.recurrent_activation, layer.activation

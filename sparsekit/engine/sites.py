@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from sparsekit.engine.layers import LayerForm, Operation, Product, dense_product, form_of, sparse_product
 from sparsekit.flavour import Flavour, key_of
-from sparsekit.frozen import FrozenMask, FrozenMasks
+from sparsekit.frozen import FrozenMask
 from sparsekit.weights import all_weights, read
 
 # Optimizers whose update looks at more than one position, but in a way in which a zero counts nothing: norms.
@@ -54,8 +54,17 @@ class Site:
         return float(np.count_nonzero(keep)) / keep.size
 
 
-def find_sites(flavour: Flavour, model: Any, frozen: FrozenMasks) -> tuple[list[Site], dict[str, str]]:
-    """The masked kernels that the engine can stand in for, and why the others cannot: path -> reason."""
+def find_sites(
+    flavour: Flavour, model: Any, masks: Iterable[FrozenMask], training: bool = True
+) -> tuple[list[Site], dict[str, str]]:
+    """The masked kernels that the engine can stand in for, and why the others cannot: path -> reason.
+
+    Args:
+        flavour: the model's Keras.
+        model: a built model.
+        masks: masks of its weights.
+        training: whether the kernels are to train.
+    """
     refs = {ref.key: ref for ref in all_weights(model)}
     owners: dict[str, int] = {}
     for layer in flavour.layers(model):
@@ -63,19 +72,19 @@ def find_sites(flavour: Flavour, model: Any, frozen: FrozenMasks) -> tuple[list[
             owners[key_of(variable)] = owners.get(key_of(variable), 0) + 1
     trainable = {key_of(variable) for variable in model.trainable_variables}
     sites, reasons = [], {}
-    for mask in frozen:
+    for mask in masks:
         ref = refs.get(mask.key)
         layer = ref.layer if ref is not None else None
         form = form_of(flavour, layer) if layer is not None else None
         reason = None
         if ref is None or form is None or ref.role not in form.roles:
             reason = f"the engine has no form of {type(layer).__name__}"
-        elif owners.get(mask.key) != 1:
+        elif training and owners.get(mask.key) != 1:
             reason = "several layers share it"
-        elif mask.key not in trainable:
+        elif training and mask.key not in trainable:
             reason = "it is not trainable"
         else:
-            reason = _why_not(flavour, layer, mask.variable) or form.why_not(layer)
+            reason = _why_not(flavour, layer, mask.variable, training) or form.why_not(layer, training)
         if reason is not None or ref is None or form is None:
             reasons[mask.path] = reason or "it is not in the model"
             continue
@@ -83,18 +92,20 @@ def find_sites(flavour: Flavour, model: Any, frozen: FrozenMasks) -> tuple[list[
     return sites, reasons
 
 
-def _why_not(flavour: Flavour, layer: Any, kernel: Any) -> str | None:
+def _why_not(flavour: Flavour, layer: Any, kernel: Any, training: bool) -> str | None:
     if tf.as_dtype(kernel.dtype) != tf.float32 or layer.compute_dtype != "float32":
         return "it does not compute in float32"
     if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
         return "it is adapted or quantised"
+    if "call" in vars(layer):
+        return "its call was replaced"
+    if not training:
+        return None
     constraint = flavour.get_constraint(kernel)
     if constraint is not None and (type(constraint).__name__ != "MaskConstraint" or constraint.inner is not None):
         return "it has a constraint"
     if not flavour.sums_over_weights(flavour.regularizer(layer, kernel)):
         return "its regularizer is no sum over weights"
-    if "call" in vars(layer):
-        return "its call was replaced"
     return None
 
 

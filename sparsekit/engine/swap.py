@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from sparsekit.engine.sites import Site, sparse_calls
@@ -19,15 +20,34 @@ from sparsekit.engine.slots import Mover, Twin, empty, put
 from sparsekit.engine.watching import HOOKS, looks
 from sparsekit.errors import EngineError
 from sparsekit.flavour import Flavour, native
-from sparsekit.frozen import FrozenMasks
+from sparsekit.frozen import FrozenMask, FrozenMasks
+
+# A mask that lost more than this share of its positions gets new index arrays.
+_LOSS = 0.2
 
 
 @dataclass(eq=False)
 class _Swapped:
+    """A kernel and what stands in for it.
+
+    `bits` is the mask for which the index arrays were made; `live` masks the values where masks change.
+    """
+
     site: Site
     mover: Mover
     structure: Any
     values: Any
+    bits: np.ndarray
+    live: FrozenMask | None
+
+    def fits(self) -> bool:
+        """Whether the index arrays still serve the mask of the kernel."""
+        keep = self.site.keep()
+        made_for = np.unpackbits(self.bits, count=keep.size).astype(np.bool_).reshape(keep.shape)
+        if self.live is None:
+            return bool(np.array_equal(keep, made_for))
+        lost, grown = np.count_nonzero(made_for & ~keep), np.count_nonzero(keep & ~made_for)
+        return grown == 0 and bool(lost <= _LOSS * np.count_nonzero(made_for))
 
 
 @dataclass(eq=False)
@@ -40,6 +60,7 @@ class Swap:
         frozen: all of its masks.
         sites: the kernels to stand in for.
         hold: `hold(masks, optimizers)`: a context in which steps are traced with these masks held.
+        changing: whether steps change the masks.
 
     Raises:
         EngineError: if the ops or the optimizer cannot be used; the model is as before.
@@ -50,27 +71,44 @@ class Swap:
     frozen: FrozenMasks
     sites: list[Site]
     hold: Callable[[FrozenMasks, list[Any]], contextlib.AbstractContextManager[None]]
+    changing: bool = False
     _state: str = field(default="out", init=False)
 
     def __post_init__(self) -> None:
         model, flavour = self.model, self.flavour
         self._optimizer = model.optimizer
-        self._rest = self.frozen.without({site.path for site in self.sites})
-        self._swapped = []
-        for site in self.sites:
-            mover = Mover(tuple(int(n) for n in site.kernel.shape), site.mask.keep)
-            values = flavour.values_variable(site.kernel, mover.gather(native(site.kernel)))
-            self._swapped.append(_Swapped(site, mover, site.operation.structure(site.keep()), values))
         flavour.build_optimizer(self._optimizer, model.trainable_variables)
-        self._twin = Twin(flavour, model, self._optimizer, [(s.site.kernel, s.values, s.mover) for s in self._swapped])
-        self._twin.drop_ours()
-        self._calls = sparse_calls(flavour, [(s.site, s.values, s.structure) for s in self._swapped])
         self._flags = [layer for layer in flavour.layers(model) if self._goes_around(layer)]
         self._functions: dict[str, dict[str, Any]] = {}
         self._stack = contextlib.ExitStack()
+        self._build()
+        self._hold()
+
+    def _build(self) -> None:
+        """Make what stands in, for the masks as they are now."""
+        flavour = self.flavour
+        self._swapped = [self._stand_in(site) for site in self.sites]
+        live = [swapped.live for swapped in self._swapped if swapped.live is not None]
+        self._rest = self.frozen.without({site.path for site in self.sites}, live)
+        moved = [(s.site.kernel, s.values, s.mover) for s in self._swapped]
+        self._twin = Twin(flavour, self.model, self._optimizer, moved)
+        self._calls = sparse_calls(flavour, [(s.site, s.values, s.structure) for s in self._swapped])
+        self._twin.drop_ours()
         for swapped in self._swapped:
             empty(swapped.values)
-        self._hold()
+        self._functions.pop("in", None)
+
+    def _stand_in(self, site: Site) -> _Swapped:
+        keep = np.array(site.keep())
+        shape = tuple(int(n) for n in site.kernel.shape)
+        mover = Mover(shape, tf.constant(keep) if self.changing else site.mask.keep)
+        values = self.flavour.values_variable(site.kernel, mover.gather(native(site.kernel)))
+        live = None
+        if self.changing:
+            kept = int(np.count_nonzero(keep))
+            alive = tf.Variable(tf.ones([kept], tf.bool), trainable=False, name="sparsity_mask")
+            live = FrozenMask(site.path, values, alive, site.mask.pattern, site.mask.target, keep.size - kept)
+        return _Swapped(site, mover, site.operation.structure(keep), values, np.packbits(keep), live)
 
     def _goes_around(self, layer: Any) -> bool:
         cell = getattr(layer, "cell", None)
@@ -85,8 +123,12 @@ class Swap:
         if self._state != "out":
             return
         flavour = self.flavour
+        if not all(swapped.fits() for swapped in self._swapped):
+            self._build()
         for swapped in self._swapped:
             put(swapped.values, swapped.mover.gather(native(swapped.site.kernel)))
+            if swapped.live is not None:
+                swapped.live.keep.assign(swapped.mover.gather(tf.cast(swapped.site.mask.keep, tf.float32)) != 0.0)
         self._twin.take()
         self._state = "in"
         for swapped in self._swapped:
@@ -106,6 +148,9 @@ class Swap:
         if self._state == "in":
             for swapped in self._swapped:
                 put(swapped.site.kernel, swapped.mover.scatter(native(swapped.values)))
+                if swapped.live is not None:
+                    alive = swapped.mover.scatter(tf.cast(swapped.live.keep, tf.float32))
+                    swapped.site.mask.keep.assign(alive != 0.0)
             self._twin.give_back()
             self._state = "leaving"
         if self._state == "leaving":

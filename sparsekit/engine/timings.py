@@ -35,6 +35,7 @@ class Use:
         relu: whether a ReLU comes with it.
         input_gradient: whether the gradient of its input is asked for.
         times: how often a step makes it (loops of recurrent layers).
+        backward: whether gradients are asked for at all.
     """
 
     operation: Operation
@@ -42,11 +43,13 @@ class Use:
     relu: bool
     input_gradient: bool
     times: int = 1
+    backward: bool = True
 
     @property
     def multiplications(self) -> int:
         """Of forward and backward together."""
-        return self.times * (3 if self.input_gradient else 2) * self.operation.multiplications(self.x_shape)
+        passes = 1 + self.backward * (1 + self.input_gradient)
+        return self.times * passes * self.operation.multiplications(self.x_shape)
 
 
 def onednn() -> bool:
@@ -106,24 +109,27 @@ def _runner(use: Use, keep: np.ndarray | None) -> Callable[[], Any]:
     weights = tf.constant(rng.standard_normal(size, np.float32) * 0.1)
     structure = None if keep is None else operation.structure(keep)
 
-    @tf.function
-    def run(x: Any, weights: Any, bias: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch([weights, bias, *([x] if use.input_gradient else [])])
-            if keep is None:
-                product = dense_product(operation, tf.reshape(weights, shape))
-            else:
-                product = sparse_product(operation, weights, structure, use.input_gradient)
-            y = product(x, bias, "relu" if use.relu else None)
+    def forward(x: Any, weights: Any, bias: Any) -> Any:
+        if structure is None:
+            product = dense_product(operation, tf.reshape(weights, shape))
+        else:
+            product = sparse_product(operation, weights, structure, use.input_gradient)
+        return product(x, bias, "relu" if use.relu else None)
+
+    def both_ways(x: Any, weights: Any, bias: Any) -> Any:
         targets = [weights, bias, *([x] if use.input_gradient else [])]
+        with tf.GradientTape() as tape:
+            tape.watch(targets)
+            y = forward(x, weights, bias)
         return tape.gradient(y, targets, output_gradients=tf.ones_like(y))
 
+    run = tf.function(both_ways if use.backward else forward, autograph=False)
     return lambda: run(x, weights, bias)
 
 
 def _key(kind: str, use: Use, keep: np.ndarray | None) -> str:
     kept = "" if keep is None else f" kept {int(np.count_nonzero(keep))} {_library_name()}"
-    gradient = "both gradients" if use.input_gradient else "weight gradient"
+    gradient = ("both gradients" if use.input_gradient else "weight gradient") if use.backward else "forward"
     return (
         f"{kind} {use.operation.key()} on {use.x_shape} relu {use.relu} {gradient}{kept} "
         f"threads {threads()} onednn {onednn()} tensorflow {tf.__version__}"

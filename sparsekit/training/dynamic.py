@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -17,6 +19,8 @@ from .enforcement import assign, hold, on_all_replicas
 class Dynamic(ABC):
     """Holds the masked weights at zero after an update and changes the masks; the same on every replica."""
 
+    frozen: FrozenMasks
+
     @abstractmethod
     def __call__(self, updates: Any) -> None:
         """Hold the weights and change the masks.
@@ -24,6 +28,12 @@ class Dynamic(ABC):
         Args:
             updates: integer tensor, number of optimizer updates so far.
         """
+
+    def over(self, frozen: FrozenMasks) -> Dynamic:
+        """The same for other masks."""
+        other = copy.copy(self)
+        other.frozen = frozen
+        return other
 
 
 class ZerosStay(Dynamic):
@@ -90,7 +100,8 @@ class Gradual(Dynamic):
     def _drop(self, sparsity: tf.Tensor) -> None:
         strategy = tf.distribute.get_strategy()
         for mask in self.frozen:
-            assign(strategy, mask.keep, lambda keep, weight: _keep_largest(keep, weight, sparsity), mask.variable)
+            keep_largest = functools.partial(_keep_largest, sparsity=sparsity, dropped=mask.dropped)
+            assign(strategy, mask.keep, keep_largest, mask.variable)
             assign(
                 strategy,
                 mask.variable,
@@ -99,12 +110,12 @@ class Gradual(Dynamic):
             )
 
 
-def _keep_largest(keep: tf.Variable, weight: Any, sparsity: tf.Tensor) -> None:
+def _keep_largest(keep: tf.Variable, weight: Any, sparsity: tf.Tensor, dropped: int) -> None:
     """Drop the smallest magnitudes; what is dropped stays so, and of equal ones the first is dropped first."""
     current = tf.convert_to_tensor(keep)
     scores = tf.where(current, tf.abs(tf.cast(weight, tf.float32)), -tf.ones(current.shape))
     size = int(np.prod(current.shape))
-    zeros = tf.cast(tf.round(tf.round(sparsity * (size * 1e6)) / 1e6), tf.int32)
+    zeros = tf.cast(tf.round(tf.round(sparsity * ((size + dropped) * 1e6)) / 1e6), tf.int32) - dropped
     zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
     order = tf.argsort(tf.reshape(scores, [-1]), stable=True)
     # A slice of `zeros` elements would have XLA compile anew for each length.

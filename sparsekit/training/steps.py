@@ -86,8 +86,7 @@ def fit(
     """
     flavour, frozen = enforcement.flavour, enforcement.frozen
     optimizers = optimizers_of(model, flavour)
-    obstacle = "its masks change" if enforcement.choose is not None else None
-    obstacle = obstacle if checkpoints is None else "a run with checkpoints keeps its state in the dense form"
+    obstacle = None if checkpoints is None else "a run with checkpoints keeps its state in the dense form"
     plan = EnginePlan(flavour, model, frozen, optimizers, engine, arguments, obstacle)
     _clean(model, enforcement, optimizers)
     if enforcement.choose is not None:
@@ -96,10 +95,11 @@ def fit(
     flavour.forget_train_function(model)
 
     def hold(masks: FrozenMasks, held: list[Any]) -> contextlib.AbstractContextManager[None]:
-        return enforced(dataclasses.replace(enforcement, frozen=masks), model, held)
+        choose = enforcement.choose.over(masks) if enforcement.choose is not None else None
+        return enforced(dataclasses.replace(enforcement, frozen=masks, choose=choose), model, held)
 
     try:
-        with plan.running(hold, arguments):
+        with plan.running(hold, arguments, changing=enforcement.choose is not None):
             if checkpoints is None:
                 history = model.fit(**arguments)
             else:
