@@ -407,7 +407,9 @@ class Flavour:
     def optimizer_variables(self, optimizer: Any) -> list[Any]:
         """An optimizer's variables in the order in which an .h5 file holds them."""
         variables = optimizer.variables
-        return list(variables() if callable(variables) else variables)
+        if callable(variables):
+            variables = variables()
+        return [*variables]  # type: ignore[misc]
 
     def loss_scaled(self, optimizer: Any) -> Any:
         """The optimizer wrapped for float16 training."""

@@ -93,3 +93,20 @@ def test_training_goes_on_with_the_settings_of_the_file(tmp_path):
     history = model.fit(x, y, batch_size=4, verbose=0).history
     assert int(model.optimizer.iterations) == 6
     assert set(history) == {"loss", "mean_absolute_error"} or set(history) == {"loss", "mae"}
+
+
+def test_moments_of_an_old_optimizer_are_not_given_to_the_wrong_weights(tmp_path):
+    """It wrote all first moments and then all second ones; today's optimizers keep those of one weight together."""
+
+    def build():
+        return tf_keras.Sequential([L.Dense(5, use_bias=False, input_shape=(5,)), L.Dense(5, use_bias=False)])
+
+    original = filled(build)
+    original.compile(tf_keras.optimizers.legacy.Adam(0.02), "mse")
+    original.fit(np.ones((4, 5), "float32"), np.zeros((4, 5), "float32"), verbose=0)
+    model = sparsekit.load(write(original, tmp_path / "old.h5"), flavour="tf_keras")
+    assert int(model.optimizer.iterations) == 1
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.02)
+    for variable in flavour_of(model).optimizer_variables(model.optimizer):
+        if variable.shape.rank == 2:
+            assert not np.any(np.asarray(variable))

@@ -13,6 +13,7 @@ import numpy as np
 from ..flavour import Flavour, native
 from .stored import StoredArray, StoredModel
 
+_OLD_SLOTS = ("m", "v", "vhat", "rms", "mg", "momentum", "accumulator", "accum_grad", "accum_var", "linear")
 # Left to compile itself, which picks the right metric from the shape of the outputs.
 _BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
 
@@ -181,15 +182,24 @@ def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> Non
     optimizer.build(model.trainable_variables)
     variables = flavour.optimizer_variables(optimizer)
     arrays = stored.optimizer
-    if len(variables) == len(arrays) and all(
+    fits = len(variables) == len(arrays) and all(
         tuple(v.shape) == a.shape for v, a in zip(variables, arrays, strict=True)
-    ):
+    )
+    if fits and not any(_by_slot(array.name) for array in arrays):
         for variable, array in zip(variables, arrays, strict=True):
             native(variable).assign(array.read())
         return
     updates = _updates(arrays)
     if updates is not None:
         optimizer.iterations.assign(updates)
+
+
+def _by_slot(name: str) -> bool:
+    """Whether an optimizer of before TensorFlow 2.11 wrote this: all first moments, then all second ones.
+
+    Today's write both moments of one weight side by side; weights of one shape would get each other's.
+    """
+    return name.startswith("training/") or name.split(":")[0].rsplit("/", 1)[-1] in _OLD_SLOTS
 
 
 def _updates(arrays: list[StoredArray]) -> int | None:

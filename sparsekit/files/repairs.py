@@ -176,7 +176,7 @@ def _missing_input_layer(node: Node) -> bool:
         return False
     settings = first.get("config")
     shape = settings.pop("batch_input_shape", None) if isinstance(settings, dict) else None
-    if shape is None:
+    if settings is None or shape is None:
         return False
     dtype = settings.get("dtype")
     if first["class_name"] == "Embedding":
@@ -251,8 +251,8 @@ def _tensors_as_arguments(node: Node) -> bool:
     known = {layer.get("name") for layer in layers if isinstance(layer.get("name"), str)}
     changed = False
     for layer in layers:
-        calls = layer.get("inbound_nodes")
-        for position, call in enumerate(calls if isinstance(calls, list) else ()):
+        calls: Any = layer.get("inbound_nodes")
+        for position, call in enumerate(calls if isinstance(calls, list) else []):
             if not isinstance(call, list) or not all(isinstance(one, list) and len(one) in (3, 4) for one in call):
                 continue
             keywords = {key: value for one in call for key, value in (one[3] if len(one) == 4 else {}).items()}
