@@ -28,11 +28,15 @@ class Criterion(ABC):
 
     `elementwise` says that a position's score follows from its own value alone. Such a criterion is also called on
     parts of a weight, from several threads.
+
+    `zeros_lowest` says that a zero gets the lowest of all scores and a value that is not finite a score that is not:
+    then the scores need not be looked through for them.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     elementwise: ClassVar[bool] = False
+    zeros_lowest: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, weight: np.ndarray, evidence: Evidence) -> np.ndarray:
@@ -52,6 +56,7 @@ class Magnitude(Criterion):
 
     name = "magnitude"
     elementwise = True
+    zeros_lowest = True
 
     def score(self, weight: np.ndarray, evidence: Evidence) -> np.ndarray:
         del evidence

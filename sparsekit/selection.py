@@ -140,6 +140,8 @@ class _Scored:
     def examine(self) -> None:
         """Note where the weight holds zeros, and see to it that values and scores are finite."""
         weight, score = self._look()
+        if self.criterion.zeros_lowest and all(on_pieces(lambda at: bool(np.isfinite(score(at).max())), self.size)):
+            return
 
         def work(at: slice) -> tuple[int, bool, int, int]:
             values = weight(at)

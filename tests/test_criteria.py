@@ -94,6 +94,18 @@ def test_every_name_gives_its_class(kind):
         assert type(resolve(kind, name, "argument")) is child
 
 
+@pytest.mark.parametrize("criterion", [kind() for kind in classes(Criterion).values() if kind.zeros_lowest])
+@given(weight=st.lists(st.floats(width=32), min_size=1, max_size=20))
+def test_zeros_are_lowest_where_a_criterion_says_so(criterion, weight):
+    values = np.array([*weight, 0.0], np.float32)
+    with np.errstate(all="ignore"):
+        scores = criterion.score(values, Evidence("w", 0))
+    assert np.array_equal(np.isfinite(scores), np.isfinite(values))
+    finite = scores[np.isfinite(values)]
+    assert (finite >= scores[-1]).all()
+    assert (finite[values[np.isfinite(values)] != 0] > scores[-1]).all()
+
+
 def test_an_object_passes_through():
     pattern = Unstructured()
     assert resolve(Pattern, pattern, "pattern") is pattern

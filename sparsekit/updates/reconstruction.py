@@ -22,6 +22,7 @@ from .step import alone
 METHODS = ("least_squares", "obs")
 _WIDEST = 8192  # inputs of a kernel: the normal equations take the square of that
 _STEPS = (1.0, 0.5, 0.25)  # parts of a change that are tried until one lowers the error after the activation
+_REMEMBERED_BYTES = 256 * 2**20
 _DENSE: weakref.WeakKeyDictionary[Any, dict[str, np.ndarray]] = weakref.WeakKeyDictionary()
 
 
@@ -68,10 +69,15 @@ class Reconstruction:
 def remember_dense(model: Any) -> None:
     """Keep a copy of a model's weights as what `reconstruct` restores, until `forget_dense` or the model's end.
 
+    A model of more than 256 MiB is not copied: pruning must not take that memory from somebody who never asked.
+
     An earlier copy stays if the model differs from it by zeros only: pruned in steps, it still has the same dense
     model to come back to.
     """
     refs = [ref for ref in all_weights(model) if tf.as_dtype(ref.variable.dtype).is_floating]
+    if sum(ref.size * tf.as_dtype(ref.variable.dtype).size for ref in refs) > _REMEMBERED_BYTES:
+        forget_dense(model)
+        return
     earlier = _DENSE.get(model, {})
     if not all(ref.path in earlier and _differs_by_zeros(ref.numpy(), earlier[ref.path]) for ref in refs):
         _DENSE[model] = {ref.path: np.array(ref.numpy()) for ref in refs}
@@ -116,7 +122,7 @@ def reconstruct(
         model: a pruned model with Dense, Conv1D, Conv2D or EinsumDense layers; others are left as they are.
         data: unlabelled samples as fit takes them: arrays, `(x, y)` (y is not used), a tf.data.Dataset, a generator.
         reference: the dense model, its `get_weights()`, or a mapping of weight paths to arrays. None takes the weights
-            that the model had before `prune`.
+            that the model had before `prune`, which are remembered for models of up to 256 MiB.
         include: change only kernels that match: path globs, layer classes, or functions of a `WeightRef`.
         exclude: the same forms; leave these alone.
         method: `"least_squares"`: the best kept weights for these samples, `"obs"`: the row by row update of SparseGPT,
@@ -143,8 +149,8 @@ def reconstruct(
         reference = _DENSE.get(model)
         if reference is None:
             raise ArgumentError(
-                f"The dense weights of '{model.name}' are not known (it was not pruned here, or was trained since); "
-                "pass reference= the dense model or its get_weights() from before the prune."
+                f"The dense weights of '{model.name}' are not known (it was not pruned here, was trained since, or is "
+                "very large); pass reference= the dense model or its get_weights() from before the prune."
             )
     dense = Values.of(model, reference)
     batches = input_batches(data, samples, batch_size)
