@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .keras_zip import as_stored
 from .loading import candidates, read_stored, sniff
 from .repairs import MODELS, Applied, repair
 from .safety import check_known, check_safe
+from .sparse_file import Packer
 from .stored import StoredArray, StoredModel
 
 
@@ -63,6 +65,7 @@ class FileInfo:
         masked: number of weights that have a mask in the file.
         raw_bytes: size of the file.
         gzip_bytes: size of the file after gzip, or None where the file could not be read.
+        sparse_bytes: about the size that it has, or would have, as a .sparse.h5; None where it could not be read.
     """
 
     path: Path
@@ -77,6 +80,7 @@ class FileInfo:
     masked: int
     raw_bytes: int
     gzip_bytes: int | None
+    sparse_bytes: int | None
 
     @property
     def parameters(self) -> int:
@@ -104,7 +108,7 @@ def inspect_file(path: str | os.PathLike[str], *, custom_objects: dict[str, Any]
     if not path.is_file():
         sniff(path)
     raw, zipped = path.stat().st_size, None
-    stored, weights, repairs, problem, kind = None, [], [], None, "unknown"
+    stored, weights, repairs, problem, kind, sparse = None, [], [], None, "unknown", None
     try:
         kind = sniff(path)
         zipped = _gzip_size(path)
@@ -115,6 +119,7 @@ def inspect_file(path: str | os.PathLike[str], *, custom_objects: dict[str, Any]
             stored = read_stored(path)
             kind = stored.format
             weights = _weights(stored)
+        sparse = _sparse_size(stored)
         repairs = _repairs(stored, custom_objects, path)
     except FileError as error:
         problem = str(error)
@@ -133,6 +138,7 @@ def inspect_file(path: str | os.PathLike[str], *, custom_objects: dict[str, Any]
         masked=len(stored.masks) if stored else 0,
         raw_bytes=raw,
         gzip_bytes=zipped,
+        sparse_bytes=sparse,
     )
 
 
@@ -178,6 +184,15 @@ def _layers(config: Any) -> list[tuple[str, str]]:
         if kind in MODELS:
             found += _layers(entry)
     return found
+
+
+def _sparse_size(stored: StoredModel) -> int:
+    packer = Packer()
+    for _, arrays in [*stored.layers, ("", stored.top_level), ("", stored.optimizer)]:
+        for array in arrays:
+            packer.add(array.read())
+    head = [stored.config, stored.training_config, packer.table]
+    return packer.size + len(zlib.compress(json.dumps(head).encode(), 9))
 
 
 def _gzip_size(path: Path) -> int:
