@@ -98,10 +98,13 @@ def test_zeros_stay_zero(flavour: str, name: str, ema: bool, masks: str, enforce
         kernel = model.layers[0].kernel
         before = kernel.numpy()
         broken: list[int] = []
+        # Steps of one size (Lion) can lead back to where a weight began.
+        moved = np.zeros(KEEP.shape, bool)
 
         class Watch(MODULES[flavour].callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None, kernel=kernel, broken=broken):
+            def on_train_batch_end(self, batch, logs=None, kernel=kernel, broken=broken, moved=moved, before=before):
                 broken.append(int(np.count_nonzero(kernel.numpy()[~KEEP])))
+                moved |= kernel.numpy() != before
 
         sparsekit.retrain(
             model, (X, Y), epochs=2, batch_size=8, masks=masks, enforce=enforce, callbacks=[Watch()], verbose=0
@@ -111,7 +114,7 @@ def test_zeros_stay_zero(flavour: str, name: str, ema: bool, masks: str, enforce
         assert np.array_equal(after[~KEEP], np.zeros((~KEEP).sum(), "float32"))
         assert not np.signbit(after[~KEEP]).any()
         assert np.isfinite(after).all()
-        assert (after[KEEP] != before[KEEP]).all(), f"warm={warm}: survivors must move"
+        assert moved[KEEP].all(), f"warm={warm}: survivors must move"
         assert not frozen_masks(model).violations()
 
 
