@@ -12,7 +12,7 @@ from models import KERAS, both
 
 import sparsekit
 from sparsekit.engine import build, gate, timings
-from sparsekit.engine.batches import batch_spec, steps_of
+from sparsekit.engine.batches import batch_spec, most_elements, steps_of
 from sparsekit.engine.layers import Convolution, Matrix
 from sparsekit.engine.sites import find_sites
 from sparsekit.engine.timings import Use
@@ -209,6 +209,8 @@ def test_length_of_a_run_and_its_batches() -> None:
 
     assert steps_of({"x": Pairs()}) == 5
     assert batch_spec(model, {"x": Pairs()}) == (tf.TensorSpec((4, 6)), tf.TensorSpec((4, 2)))
+    assert most_elements(model, arrays) == 16 * 6
+    assert most_elements(model, {"x": dataset}) == most_elements(model, {"x": Pairs()}) == 1024 * 6
     # A generator is not touched; the model's own inputs stand in for its batches.
     generator = iter([(X, Y)])
     assert steps_of({"x": generator}) is None

@@ -456,3 +456,33 @@ def test_a_prune_within_the_run(flavour: str) -> None:
     assert sparsekit.masks_of(sparse).sparsity == pytest.approx(0.7, abs=0.02)
     for left, right in zip(dense.get_weights(), sparse.get_weights(), strict=True):
         np.testing.assert_allclose(right, left, rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_a_killed_run_goes_on_from_its_checkpoints(flavour: str, tmp_path: Any) -> None:
+    k = KERAS[flavour]
+
+    def run(engine: str, folder: str, killed: bool = False) -> Any:
+        model = sparsekit.prune(mlp(flavour, k.optimizers.Adam(0.02)), 0.5)
+
+        def rate(epoch: int) -> float:
+            if killed and epoch == 2:
+                raise KeyboardInterrupt
+            return 0.02
+
+        arguments = {"callbacks": [k.callbacks.LearningRateScheduler(rate)], "batch_size": 8, "verbose": 0}
+        arguments |= {"checkpoint_dir": tmp_path / folder, "checkpoint_every": 3}
+        sparsekit.retrain(model, (X, Y), engine=engine, epochs=4, **arguments)
+        return model
+
+    whole = run("dense", "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("sparse", "parts", killed=True)
+    for resumed in (run("sparse", "parts"), run("sparse", "unbroken")):
+        assert sparsekit.masks_of(resumed) == sparsekit.masks_of(whole)
+        for left, right in zip(
+            [*whole.get_weights(), *optimizer_state(whole)],
+            [*resumed.get_weights(), *optimizer_state(resumed)],
+            strict=True,
+        ):
+            np.testing.assert_allclose(right, left, rtol=1e-5, atol=1e-6)

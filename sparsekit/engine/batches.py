@@ -11,6 +11,9 @@ import tensorflow as tf
 
 Spec = Any
 
+# Stands for the length of an axis that a data set does not tell.
+_UNKNOWN = 1024
+
 
 def batch_spec(model: Any, arguments: Mapping[str, Any]) -> tuple[Spec, ...] | None:
     """Types of one batch as `(x, y, sample_weight)`, shorter where there is less; None where it cannot be seen.
@@ -49,6 +52,27 @@ def steps_of(arguments: Mapping[str, Any]) -> int | None:
         elif hasattr(x, "__len__"):
             steps = len(x)
     return None if steps is None or steps < 0 else int(steps) * max(epochs, 0)
+
+
+def most_elements(model: Any, arguments: Mapping[str, Any]) -> int | None:
+    """A bound on the numbers in one batch of an input, without a look at data that has to be loaded.
+
+    Args:
+        model: a model.
+        arguments: what fit will get.
+    """
+    x: Any = arguments.get("x")
+    size = arguments.get("batch_size") or 32
+    if _is_arrays(x):
+        shapes = [(size, *leaf.shape[1:]) for leaf in tf.nest.flatten(x)]
+    elif isinstance(x, tf.data.Dataset):
+        inputs = x.element_spec[0] if isinstance(x.element_spec, tuple) else x.element_spec
+        shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(inputs)]
+    else:
+        shapes = [(None, *tuple(tensor.shape)[1:]) for tensor in getattr(model, "inputs", None) or ()]
+    if not shapes or any(shape is None or getattr(shape, "rank", 0) is None for shape in shapes):
+        return None
+    return max(math.prod(int(n or _UNKNOWN) for n in shape) for shape in shapes)
 
 
 def _is_arrays(x: Any) -> bool:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from sparsekit.engine import build, timings
-from sparsekit.engine.batches import batch_spec, steps_of
+from sparsekit.engine.batches import batch_spec, most_elements, steps_of
 from sparsekit.engine.layers import Product, dense_product
 from sparsekit.engine.sites import Site, find_sites, layer_calls, optimizer_obstacle, sparse_calls, swapped_calls
 from sparsekit.engine.swap import Swap
@@ -114,28 +114,36 @@ class EnginePlan:
     ) -> None:
         self._flavour, self._model, self._frozen, self._optimizers = flavour, model, frozen, optimizers
         self._forced = engine == "sparse"
+        self._running: Swap | None = None
         self._sites, self.report = decide(flavour, model, frozen, optimizers, engine, arguments, obstacle)
 
     @contextlib.contextmanager
-    def running(self, hold: Hold, arguments: dict[str, Any], changing: bool = False) -> Iterator[None]:
+    def running(self, hold: Hold, arguments: Mapping[str, Any], changing: bool = False) -> Iterator[None]:
         """A context for the call of fit; the model is as before afterwards, with the trained values in its kernels.
 
         Args:
             hold: `hold(masks, optimizers)`: a context in which steps are traced with these masks held.
-            arguments: what fit gets; its callbacks are changed.
+            arguments: what fit gets.
             changing: whether the masks change during the run.
         """
-        swap = self._swap(hold, arguments, changing) if self._sites else None
+        self._running = self._swap(hold, arguments, changing) if self._sites else None
         say(self.report)
-        if swap is None:
+        if self._running is None:
             with hold(self._frozen, self._optimizers):
                 yield
             return
-        arguments["callbacks"] = swap.callbacks(list(arguments.get("callbacks") or ()))
         try:
             yield
         finally:
-            swap.close()
+            self._running.close()
+
+    def callbacks(self, given: list[Any]) -> list[Any]:
+        """What fit needs as callbacks in `running`, so that those given find the model as it should be."""
+        return given if self._running is None else self._running.callbacks(given)
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """Within `running`, a context in which the model is as without the engine."""
+        return contextlib.nullcontext() if self._running is None else self._running.looking()
 
     def _swap(self, hold: Hold, arguments: Mapping[str, Any], changing: bool) -> Swap | None:
         flavour, model = self._flavour, self._model
@@ -192,10 +200,10 @@ def decide(
     if engine == "sparse":
         if obstacle is not None:
             raise EngineError(f"engine='sparse' is not possible: {obstacle}; use engine='auto'.")
-        return _forced(flavour, model, sites, arguments)
+        return _forced(flavour, model, sites, reasons, arguments)
     if obstacle is not None:
         return [], _dense(obstacle)
-    return _measured(flavour, model, sites, arguments)
+    return _measured(flavour, model, sites, reasons, arguments)
 
 
 def _obstacle(flavour: Flavour, model: Any, optimizers: list[Any]) -> str | None:
@@ -229,13 +237,13 @@ def say(report: EngineReport) -> None:
 
 
 def _forced(
-    flavour: Flavour, model: Any, sites: list[Site], arguments: Mapping[str, Any]
+    flavour: Flavour, model: Any, sites: list[Site], reasons: dict[str, str], arguments: Mapping[str, Any]
 ) -> tuple[list[Site], EngineReport]:
     build.library()
     batch = batch_spec(model, arguments)
-    reasons: dict[str, str] = {}
     if batch is not None:
-        uses, reasons = probe(flavour, model, sites, batch[0])
+        uses, found = probe(flavour, model, sites, batch[0])
+        reasons |= found
         sites = _probed(sites, uses)
     if not sites:
         told = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
@@ -255,7 +263,7 @@ def _line(reasons: Mapping[str, str]) -> str | None:
 
 
 def _measured(
-    flavour: Flavour, model: Any, sites: list[Site], arguments: Mapping[str, Any]
+    flavour: Flavour, model: Any, sites: list[Site], reasons: dict[str, str], arguments: Mapping[str, Any]
 ) -> tuple[list[Site], EngineReport]:
     steps = steps_of(arguments)
     if steps is None:
@@ -264,23 +272,26 @@ def _measured(
     if not sites:
         return [], _dense(f"no weight is sparse enough ({1 - _MOST_DENSE:.0%} zeros or more)")
     too_short = f"{steps} steps of this size are too few to be worth the measuring"
+    # A bound that looks at no data, since whoever trains a small model should not have to wait for it.
+    elements = most_elements(model, arguments)
+    if elements is not None:
+        most = 3 * elements * sum(math.prod(site.kernel.shape) for site in sites)
+        if steps * most / _SLOW_MULTIPLICATIONS_PER_S < _WORTH * _TRACE_S:
+            return [], _dense(too_short)
     batch = batch_spec(model, arguments)
     if batch is None:
         return [], _dense("the shape of the batches cannot be seen beforehand; give a tf.data.Dataset or arrays")
-    samples = [math.prod(int(n or 1) for n in spec.shape) for spec in tf.nest.flatten(batch[0])]
-    most = 3 * max(samples, default=0) * sum(math.prod(site.kernel.shape) for site in sites)
-    if steps * most / _SLOW_MULTIPLICATIONS_PER_S < _WORTH * _TRACE_S:
-        return [], _dense(too_short)
     built = build.cached()
     if not built and (problem := build.reason()) is not None:
         return [], _dense(problem)
 
-    uses, reasons = probe(flavour, model, sites, batch[0])
+    uses, found = probe(flavour, model, sites, batch[0])
+    reasons |= found
     sites = _probed(sites, uses)
     if not sites:
         return [], _dense(_line(reasons) or "no weight can be computed from its kept values")
     everything = {site.path: uses[site.path] for site in sites}
-    expected = steps * sum(u.multiplications for found in everything.values() for u in found)
+    expected = steps * sum(use.multiplications for one in everything.values() for use in one)
     if expected / _SLOW_MULTIPLICATIONS_PER_S < _WORTH * _TRACE_S:
         return [], _dense(too_short)
     if not built:

@@ -8,7 +8,7 @@ back meanwhile. Whenever a callback may look, everything is put back first and t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,6 +211,17 @@ class Swap:
             setattr(model, name, self._functions.get(new, {}).get(name))
         if new == "in" and model.train_function is None:
             model.make_train_function()
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """The model as without the engine, for as long as this lasts."""
+        was_in = self.is_in
+        self.leave()
+        try:
+            yield
+        finally:
+            if was_in:
+                self.enter()
 
     def callbacks(self, given: list[Any]) -> list[Any]:
         """The user's callbacks between two of ours, which see to it that they find the model as it should be."""

@@ -62,12 +62,22 @@ class Checkpoints:
         self.every_steps = every_steps
         self.seed = seed
 
-    def fit(self, model: Any, *, extra: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+    def fit(
+        self,
+        model: Any,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        around: Callable[[list[Any]], list[Any]] = list,
+        looking: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        **arguments: Any,
+    ) -> Any:
         """What `model.fit(**arguments)` does, from where the last run in this folder stopped.
 
         Args:
             model: a compiled and built model, in the state in which the first run began.
             extra: further variables that steps depend on, in an order that is the same in each run.
+            around: callbacks of the user -> those that fit gets.
+            looking: a context in which the variables hold what they should, where they do not while training.
             arguments: those of fit.
 
         Returns:
@@ -85,14 +95,20 @@ class Checkpoints:
         with FolderLock(self.folder):
             for leftover in self.folder.glob(f".*.{STATE}"):
                 leftover.unlink(missing_ok=True)
-            return _Run(self, model, dict(extra or {}), arguments).go()
+            return _Run(self, model, dict(extra or {}), around, looking, arguments).go()
 
 
 class _Run:
     """One call of fit."""
 
     def __init__(
-        self, checkpoints: Checkpoints, model: Any, extra: dict[str, Any], arguments: dict[str, Any]
+        self,
+        checkpoints: Checkpoints,
+        model: Any,
+        extra: dict[str, Any],
+        around: Callable[[list[Any]], list[Any]],
+        looking: Callable[[], contextlib.AbstractContextManager[None]],
+        arguments: dict[str, Any],
     ) -> None:
         self.path = checkpoints.folder / STATE
         self.every_steps = checkpoints.every_steps
@@ -100,6 +116,7 @@ class _Run:
         self.model = model
         self.flavour: Flavour = flavour_of(model)
         self.extra = extra
+        self.around, self.looking = around, looking
         self.epochs = int(arguments.pop("epochs", 1))
         self.first_epoch = int(arguments.pop("initial_epoch", 0))
         self.verbose = arguments.get("verbose", "auto")
@@ -129,7 +146,7 @@ class _Run:
         self.state = state
         keeper = _keeper(flavour, self)
         callbacks = flavour.callback_list(
-            [*self.callbacks, keeper], model, self.verbose, self.epochs, self.data.batches
+            [*self.around(self.callbacks), keeper], model, self.verbose, self.epochs, self.data.batches
         )
         self.data.epoch = state.epoch
         if state.epoch >= self.epochs or state.finished:
@@ -190,11 +207,13 @@ class _Run:
         return history
 
     def save(self, epoch: int, batches: int) -> None:
-        state, variables = self.state, self._variables()
-        if batches:
-            variables |= metric_variables(self.model)
-        state.epoch, state.batches = epoch, batches
-        state.arrays = take(variables) | best_weights(self.callbacks)
+        state = self.state
+        with self.looking():
+            variables = self._variables()
+            if batches:
+                variables |= metric_variables(self.model)
+            state.epoch, state.batches = epoch, batches
+            state.arrays = take(variables) | best_weights(self.callbacks)
         state.callbacks = [remembered(callback) for callback in self.callbacks]
         write(self.path, state)
 

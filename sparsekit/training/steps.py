@@ -86,7 +86,8 @@ def fit(
     """
     flavour, frozen = enforcement.flavour, enforcement.frozen
     optimizers = optimizers_of(model, flavour)
-    obstacle = None if checkpoints is None else "a run with checkpoints keeps its state in the dense form"
+    averaged = checkpoints is not None and any(map(flavour.averages_weights, optimizers))
+    obstacle = "averages of weights are not taken up from checkpoints in the sparse form" if averaged else None
     plan = EnginePlan(flavour, model, frozen, optimizers, engine, arguments, obstacle)
     _clean(model, enforcement, optimizers)
     if enforcement.choose is not None:
@@ -101,10 +102,13 @@ def fit(
     try:
         with plan.running(hold, arguments, changing=enforcement.choose is not None):
             if checkpoints is None:
-                history = model.fit(**arguments)
+                callbacks = plan.callbacks(list(arguments.pop("callbacks", None) or ()))
+                history = model.fit(callbacks=callbacks, **arguments)
             else:
                 masks = {f"mask {mask.path}": mask.keep for mask in frozen}
-                history = checkpoints.fit(model, extra=masks, **arguments)
+                history = checkpoints.fit(
+                    model, extra=masks, around=plan.callbacks, looking=plan.looking, **arguments
+                )
         history.engine = plan.report
         _warn_of_restored(frozen)
     finally:
