@@ -12,6 +12,7 @@ import tf_keras
 from legacy_models import CONVERTED, KEPT, L, filled, write
 
 import sparsekit
+from sparsekit.errors import SparsekitWarning
 from sparsekit.files.equivalence import sample_inputs
 from sparsekit.flavour import flavour_of
 
@@ -85,7 +86,8 @@ def test_training_goes_on_with_the_settings_of_the_file(tmp_path):
     original.compile(tf_keras.optimizers.Adam(0.03, beta_1=0.7), "mse", metrics=["mae"])
     x, y = np.ones((8, 5), "float32"), np.zeros((8, 3), "float32")
     original.fit(x, y, batch_size=4, epochs=2, verbose=0)
-    model = sparsekit.load(write(original, tmp_path / "old.h5"))
+    with pytest.warns(SparsekitWarning, match="moments of the optimizer 'Adam' .* start anew"):
+        model = sparsekit.load(write(original, tmp_path / "old.h5"))
     assert flavour_of(model).name == "keras"
     assert float(model.optimizer.learning_rate) == pytest.approx(0.03)
     assert model.optimizer.beta_1 == 0.7
@@ -104,7 +106,8 @@ def test_moments_of_an_old_optimizer_are_not_given_to_the_wrong_weights(tmp_path
     original = filled(build)
     original.compile(tf_keras.optimizers.legacy.Adam(0.02), "mse")
     original.fit(np.ones((4, 5), "float32"), np.zeros((4, 5), "float32"), verbose=0)
-    model = sparsekit.load(write(original, tmp_path / "old.h5"), flavour="tf_keras")
+    with pytest.warns(SparsekitWarning, match="moments of the optimizer 'Adam' .* start anew"):
+        model = sparsekit.load(write(original, tmp_path / "old.h5"), flavour="tf_keras")
     assert int(model.optimizer.iterations) == 1
     assert float(model.optimizer.learning_rate) == pytest.approx(0.02)
     for variable in flavour_of(model).optimizer_variables(model.optimizer):

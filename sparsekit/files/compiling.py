@@ -79,8 +79,11 @@ def compile_as_stored(
             weighted_metrics=weighted,
             loss_weights=training.get("loss_weights"),
         )
-    if stored.optimizer:
-        _restore_optimizer(model, stored, flavour)
+    if stored.optimizer and not _restore_optimizer(model, stored, flavour):
+        notes.append(
+            f"The moments of the optimizer '{type(model.optimizer).__name__}' were written in another order by another "
+            "Keras and start anew; its settings and its number of updates are kept."
+        )
     return notes
 
 
@@ -176,8 +179,12 @@ def _optimizer(config: Any, flavour: Flavour, custom: dict[str, Any]) -> Any:
     return kind(**settings)
 
 
-def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> None:
-    """Give the optimizer its state back: all of it where the same Keras wrote it, else the number of updates."""
+def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> bool:
+    """Give the optimizer its state back: all of it where the same Keras wrote it, else the number of updates.
+
+    Returns:
+        Whether nothing was lost.
+    """
     optimizer = model.optimizer
     optimizer.build(model.trainable_variables)
     variables = flavour.optimizer_variables(optimizer)
@@ -188,10 +195,11 @@ def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> Non
     if fits and not any(_by_slot(array.name) for array in arrays):
         for variable, array in zip(variables, arrays, strict=True):
             native(variable).assign(array.read())
-        return
+        return True
     updates = _updates(arrays)
     if updates is not None:
         optimizer.iterations.assign(updates)
+    return all(array.shape == () for array in arrays)
 
 
 def _by_slot(name: str) -> bool:
