@@ -135,9 +135,7 @@ def test_rules_for_both_serve_tf_keras_too(rule, tmp_path):
     np.testing.assert_allclose(np.asarray(model(x)), np.asarray(original(x)), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "keyword", "value"), [("LSTM", "time_major", True), ("DepthwiseConv2D", "groups", 2)]
-)
+@pytest.mark.parametrize(("kind", "keyword", "value"), [("LSTM", "time_major", True), ("DepthwiseConv2D", "groups", 2)])
 def test_what_keras_3_cannot_do_is_no_repair(kind, keyword, value):
     config = {"class_name": kind, "config": {"name": "mine", keyword: value}}
     with pytest.raises(FileError, match=rf"'mine' \({kind}\) has {keyword}={value!r}.*flavour='tf_keras'"):

@@ -71,7 +71,5 @@ def _link(temporary: Path, target: Path) -> None:
     except OSError:
         # Some network and FAT file systems have no hard links.
         if target.exists():
-            raise FileError(
-                f"'{target}' exists already; give another name, or overwrite=True to replace it."
-            ) from None
+            raise FileError(f"'{target}' exists already; give another name, or overwrite=True to replace it.") from None
         os.replace(temporary, target)

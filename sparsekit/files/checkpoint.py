@@ -51,9 +51,7 @@ class Checkpoints:
         ArgumentError: for an `every_steps` below 1.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], *, every_steps: int | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, every_steps: int | None = None, seed: int = 0) -> None:
         if every_steps is not None and (isinstance(every_steps, bool) or int(every_steps) != every_steps):
             raise ArgumentError(f"every_steps={every_steps!r} must be a whole number of batches.")
         if every_steps is not None and every_steps < 1:

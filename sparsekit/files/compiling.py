@@ -115,9 +115,7 @@ def _metrics(config: Any, flavour: Flavour, custom: dict[str, Any], notes: list[
                 return one
             return custom[one] if one in custom else flavour.keras.metrics.get(one)
         except (ValueError, TypeError, LookupError):
-            notes.append(
-                f"The metric {one!r} is not known and was left out; pass it in custom_objects to keep it."
-            )
+            notes.append(f"The metric {one!r} is not known and was left out; pass it in custom_objects to keep it.")
             return None
 
     return _without_none(_each(config, resolve))

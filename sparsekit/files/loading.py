@@ -229,9 +229,7 @@ def _named(path: Path, ending: str) -> Iterator[Path]:
         yield copy
 
 
-def _load_keras(
-    path: Path, custom_objects: dict[str, Any] | None, flavour: str | None, safe: bool
-) -> Any:
+def _load_keras(path: Path, custom_objects: dict[str, Any] | None, flavour: str | None, safe: bool) -> Any:
     """Open a .keras file with the loader of the Keras that wrote it."""
     stored = as_stored(path)
     if safe:

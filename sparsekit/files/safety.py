@@ -51,9 +51,7 @@ def check_safe(config: Any, path: Path) -> None:
             )
 
 
-def check_known(
-    config: Any, flavours: list[Flavour], custom_objects: dict[str, Any] | None, path: Path
-) -> None:
+def check_known(config: Any, flavours: list[Flavour], custom_objects: dict[str, Any] | None, path: Path) -> None:
     """Name every class and function in a model config that must come from the user.
 
     Raises:

@@ -19,9 +19,7 @@ from .masks_group import MEMBER, pack, write_masks
 from .sparse_file import write_sparse
 
 
-def save(
-    model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, include_optimizer: bool = True
-) -> None:
+def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, include_optimizer: bool = True) -> None:
     """Write a model to a plain Keras file: .h5, .hdf5 or .keras, in the Keras that it belongs to; or to a .sparse.h5.
 
     The file appears whole or not at all. Masks ride along, one bit a weight, where every Keras ignores them. A plain

@@ -106,9 +106,7 @@ def fit(
                 history = model.fit(callbacks=callbacks, **arguments)
             else:
                 masks = {f"mask {mask.path}": mask.keep for mask in frozen}
-                history = checkpoints.fit(
-                    model, extra=masks, around=plan.callbacks, looking=plan.looking, **arguments
-                )
+                history = checkpoints.fit(model, extra=masks, around=plan.callbacks, looking=plan.looking, **arguments)
         history.engine = plan.report
         _warn_of_restored(frozen)
     finally:
