@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import updates
+    from . import criteria, schedules, updates
     from .api import accelerate, freeze, masked, masks_of, prune, report, retrain, strip, train_step
     from .files import load, save
     from .training import callbacks
@@ -33,12 +33,18 @@ _HOMES = {
 }
 
 # Names that are modules.
-_MODULES = {"callbacks": ".training.callbacks", "updates": ".updates"}
+_MODULES = {
+    "callbacks": ".training.callbacks",
+    "criteria": ".criteria",
+    "schedules": ".schedules",
+    "updates": ".updates",
+}
 
 __all__ = [
     "MaskConstraint",
     "accelerate",
     "callbacks",
+    "criteria",
     "freeze",
     "load",
     "masked",
@@ -48,6 +54,7 @@ __all__ = [
     "report",
     "retrain",
     "save",
+    "schedules",
     "strip",
     "train_step",
     "update_step",

@@ -61,5 +61,5 @@ def test_shell_commands_work(tmp_path, monkeypatch, capsys):
         assert words[0] == "sparsekit"
         assert main(words[1:]) == 0
         ran.append(words[1])
-    assert ran == ["prune", "retrain", "inspect"]
+    assert ran == ["prune", "retrain", "inspect", "engine"]
     assert "90.00 %" in capsys.readouterr().out
