@@ -63,6 +63,7 @@ def most_elements(model: Any, arguments: Mapping[str, Any]) -> int | None:
     """
     x: Any = arguments.get("x")
     size = arguments.get("batch_size") or 32
+    shapes: list[Any]
     if _is_arrays(x):
         shapes = [(size, *leaf.shape[1:]) for leaf in tf.nest.flatten(x)]
     elif isinstance(x, tf.data.Dataset):

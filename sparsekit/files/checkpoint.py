@@ -219,7 +219,7 @@ class _Run:
 
     def train_begins(self) -> None:
         for place, (callback, known) in enumerate(zip(self.callbacks, self.state.callbacks, strict=False)):
-            vars(callback).update(known)
+            callback.__dict__.update(known)
             weights = [value for name, value in self.state.arrays.items() if name.startswith(f"callback:{place}:")]
             if weights:
                 callback.best_weights = weights

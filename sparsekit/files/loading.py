@@ -200,7 +200,7 @@ def _build(
 
 def _fill(model: Any, stored: StoredModel, path: Path) -> Any:
     """Put the weights of a file into the model that the user gave or builds."""
-    built = model() if callable(model) and not hasattr(model, "get_weights") else model
+    built: Any = model() if callable(model) and not hasattr(model, "get_weights") else model
     flavour = flavour_of(built)
     if stored.format != "weights.h5":
         put_weights(built, stored, flavour, path)
