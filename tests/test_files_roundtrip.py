@@ -184,3 +184,16 @@ def test_custom_loss_and_metric_are_kept_when_given_and_named_when_not(flavour, 
         warnings.simplefilter("error")
         bare.compile("sgd", "mse")
     assert np.isfinite(bare.fit(X, Y, verbose=0).history["loss"][0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@both
+def test_saving_weights_that_came_back_says_so(flavour, tmp_path):
+    keras_ = KERAS[flavour]
+    model = keras_.Sequential([keras_.layers.Input((6,)), keras_.layers.Dense(5, name="dense")])
+    model.compile("adam", "mse")
+    sparsekit.prune(model, 0.5)
+    sparsekit.save(model, tmp_path / "sparse.h5")
+    model.fit(np.ones((8, 6), "float32"), np.ones((8, 5), "float32"), verbose=0)
+    with pytest.warns(SparsekitWarning, match=r"^15 pruned weights are not zero \(dense/kernel\) and are saved"):
+        sparsekit.save(model, tmp_path / "refilled.h5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ..errors import FileError
+from ..errors import FileError, SparsekitWarning
 from ..flavour import flavour_of
+from ..frozen import frozen_masks
 from .atomic import replacing
 from .compiling import spell_out
 from .h5 import FLAVOUR, set_optimizer_aside
@@ -31,6 +33,9 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
         overwrite: whether a file that is there may be replaced.
         include_optimizer: False leaves the optimizer's state out, which is often two thirds of the file.
 
+    Warns:
+        SparsekitWarning: if pruned weights have come back.
+
     Raises:
         ModelTypeError: if `model` is no Keras model.
         FileError: if the model cannot be written in this format, or the file cannot be written.
@@ -42,6 +47,14 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
         raise FileError(f"'{target}' is a folder; give the name of a file in it.")
     if not name.endswith((".h5", ".hdf5", ".keras")):
         raise FileError(f"'{target}' has no known ending; give a name in .h5, .hdf5, .keras or .sparse.h5.")
+    broken = frozen_masks(model).violations()
+    if broken:
+        warnings.warn(
+            f"{sum(broken.values())} pruned weights are not zero ({', '.join(list(broken)[:3])}) and are saved as they "
+            "are: something but sparsekit.retrain has trained the model since, for example a plain fit.",
+            SparsekitWarning,
+            stacklevel=2,
+        )
     with replacing(target, overwrite=overwrite) as temporary:
         try:
             if name.endswith(".sparse.h5"):
