@@ -389,6 +389,38 @@ def test_a_step_that_reads_kernels_stays_dense(flavour: str) -> None:
     model.fit(X, Y, **FIT)
 
 
+@both
+def test_a_step_compiled_with_xla_inside_stays_dense(flavour: str) -> None:
+    k = KERAS[flavour]
+
+    class Own(k.Sequential):
+        def train_step(self, data):
+            return self.compiled_step(data[0], data[1])
+
+        @tf.function(jit_compile=True)
+        def compiled_step(self, x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    model = Own([k.layers.Input((6,)), k.layers.Dense(2, name="a")])
+    model.compile(k.optimizers.SGD(0.05), "mse")
+    sparsekit.prune(model, 0.5)
+    with pytest.raises(EngineError, match="compiled with XLA"):
+        sparsekit.retrain(model, (X, Y), engine="sparse", **FIT)
+
+
+@both
+def test_a_model_of_a_strategy_stays_dense(flavour: str) -> None:
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        model = mlp(flavour, KERAS[flavour].optimizers.SGD(0.05))
+    sparsekit.prune(model, 0.5)
+    with pytest.raises(EngineError, match="under a distribution strategy"):
+        sparsekit.retrain(model, (X, Y), engine="sparse", **FIT)
+
+
 def refused(case: str) -> tuple[Any, dict[str, Any]]:
     optimizer = keras.optimizers.Muon(0.01) if case == "muon" else keras.optimizers.Adam(0.01)
     if case == "scaled":

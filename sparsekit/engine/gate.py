@@ -211,7 +211,8 @@ def _obstacle(flavour: Flavour, model: Any, optimizers: list[Any]) -> str | None
         return "the model runs eagerly"
     if flavour.uses_xla(model):
         return "XLA has no kernel for the engine's ops"
-    if model.distribute_strategy.num_replicas_in_sync > 1 or tf.distribute.has_strategy():
+    # Even one of one replica has variables of its own kind.
+    if model.distribute_strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy():
         return "it trains under a distribution strategy"
     if tf.config.list_logical_devices("GPU"):
         return "it trains on a GPU, and the engine is for CPUs"

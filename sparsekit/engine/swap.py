@@ -180,15 +180,21 @@ class Swap:
         self.enter()
         try:
             step = tf.function(lambda *data: model.train_step(data), autograph=not self.flavour.is_keras3)
-            captured = {id(tensor) for tensor in step.get_concrete_function(*batch).captured_inputs}
+            traced = step.get_concrete_function(*batch)
         except Exception as error:
             line = str(error).strip().partition("\n")[0][:200]
             raise EngineError(f"its training step cannot be traced ({type(error).__name__}: {line})") from error
         finally:
             self.leave()
+        captured = {id(tensor) for tensor in traced.captured_inputs}
         for swapped in self._swapped:
             if id(native(swapped.site.kernel).handle) in captured:
                 raise EngineError(f"its training step uses {swapped.site.path} outside of its layer")
+        functions = traced.graph.as_graph_def().library.function
+        if any(function.attr["_XlaMustCompile"].b for function in functions if "_XlaMustCompile" in function.attr):
+            raise EngineError(
+                "a part of its training step is compiled with XLA, which has no kernel for the engine's ops"
+            )
 
     def close(self) -> None:
         """Leave for good."""
