@@ -12,6 +12,7 @@ from models import KERAS, assert_held, both, values
 from test_optimizers import OPTIMIZERS, make_optimizer
 
 import sparsekit
+from sparsekit.engine.slots import Twin
 from sparsekit.errors import EngineError
 from sparsekit.flavour import flavour_of
 
@@ -340,6 +341,41 @@ def test_after_an_exception_the_model_holds_what_it_learned(flavour: str, error:
         np.testing.assert_allclose(right, left, rtol=1e-5, atol=1e-6)
     sparse.fit(X, Y, **FIT)
     assert all("call" not in vars(layer) for layer in sparse.layers)
+
+
+@both
+@pytest.mark.parametrize("where", ["take", "drop_theirs", "give_back", "drop_ours"])
+def test_an_interrupt_between_the_two_states_loses_nothing(flavour: str, where: str, monkeypatch: Any) -> None:
+    model = sparsekit.prune(mlp(flavour, KERAS[flavour].optimizers.Adam(0.05)), 0.5)
+    warm(model)
+    before, own, calls = [*values(model).values(), *optimizer_state(model)], model.optimizer, []
+    original = getattr(Twin, where)
+
+    def interrupted(self: Any) -> None:
+        calls.append(where)
+        # The first call to drop_ours is made while the twin is made.
+        if len(calls) == 1 + (where == "drop_ours"):
+            raise KeyboardInterrupt
+        original(self)
+
+    monkeypatch.setattr(Twin, where, interrupted)
+    # A step of no length: what is there afterwards is what was there before.
+    model.optimizer.learning_rate.assign(0.0)
+    before[-len(optimizer_state(model)) :] = optimizer_state(model)
+    with pytest.raises(KeyboardInterrupt):
+        sparsekit.retrain(model, (X, Y), engine="sparse", **FIT)
+    assert model.optimizer is own
+    assert all("call" not in vars(layer) for layer in model.layers)
+    after = [*values(model).values(), *optimizer_state(model)]
+    for left, right in zip(before[:4], after[:4], strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert [left.shape for left in before] == [right.shape for right in after]
+    model.fit(X, Y, **FIT)
+
+
+@both
+def test_enforced_through_constraints(flavour: str) -> None:
+    run_both(lambda: sparsekit.prune(mlp(flavour, KERAS[flavour].optimizers.Adam(0.05)), 0.5), enforce="constraint")
 
 
 @both
