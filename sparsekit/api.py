@@ -228,12 +228,14 @@ def retrain(
             (`steps_per_execution`, `jit_compile`, `loss_weights`, ...).
 
     Returns:
-        The Keras History, with an `EngineReport` as its `engine`.
+        The Keras History, with an `EngineReport` as its `engine`; with a `checkpoint_dir` its `resumed_from` is
+        `(epochs, batches)` that were done before, or None.
 
     Raises:
         EngineError: if `engine="sparse"` cannot be.
         ArgumentError: if the model has no masks or is not compiled, or for arguments that do not go together.
-        FileError: if the checkpoints cannot be used.
+        FileError: if the checkpoints cannot be used, or are those of another run (other weights, masks, arrays or
+            settings, or more epochs done).
         ViolationError: if a pruned weight is not zero in the end.
     """
     flavour = flavour_of(model)

@@ -7,13 +7,17 @@ What goes on bit for bit (on CPU, with `tf.config.experimental.enable_op_determi
   `reshuffle_each_iteration=False`, or not at all): the batches that are done are skipped.
 
 A PyDataset or Sequence goes on at the ends of epochs. A generator cannot be read again and is refused.
+
+A run of other weights, masks, arrays or settings is refused: it would end as what the folder holds, not as itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +27,12 @@ import tensorflow as tf
 
 from ..errors import ArgumentError, FileError
 from ..flavour import Flavour, flavour_of
+from .fingerprint import describe, of_arrays, of_masks, of_saved_weights, of_settings, of_weights
 from .run_state import (
     FolderLock,
     RunState,
     best_weights,
+    check_same,
     load,
     metric_variables,
     put,
@@ -37,6 +43,11 @@ from .run_state import (
 )
 
 STATE = "state.zip"
+_PARTS = ("x", "y", "sample_weight")
+
+_logger = logging.getLogger("sparsekit")
+# Models whose run was interrupted in this process, with its state: their weights are of no place that was saved.
+_interrupted: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
 
 
 class Checkpoints:
@@ -65,6 +76,7 @@ class Checkpoints:
         model: Any,
         *,
         extra: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         around: Callable[[list[Any]], list[Any]] = list,
         looking: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         **arguments: Any,
@@ -74,16 +86,19 @@ class Checkpoints:
         Args:
             model: a compiled and built model, in the state in which the first run began.
             extra: further variables that steps depend on, in an order that is the same in each run.
+            settings: further settings that decide the result, as plain values; `"masks"` says whether they change.
             around: callbacks of the user -> those that fit gets.
             looking: a context in which the variables hold what they should, where they do not while training.
             arguments: those of fit.
 
         Returns:
-            The Keras History of all epochs, those of earlier runs included.
+            The Keras History of all epochs, those of earlier runs included; its `resumed_from` is `(epochs done,
+            batches of the next one done)` where an earlier run was taken up, else None.
 
         Raises:
-            FileError: if another run uses the folder, if its state belongs to another model or call or is damaged, or
-                if it cannot be written (a full disk); the last good checkpoint stays.
+            FileError: if another run uses the folder, if its state belongs to another run (other weights, masks, arrays
+                or settings, more epochs done than asked for) or is damaged, or if it cannot be written (a full disk);
+                the last good checkpoint stays.
             ArgumentError: for data that cannot be taken up again.
         """
         try:
@@ -93,7 +108,7 @@ class Checkpoints:
         with FolderLock(self.folder):
             for leftover in self.folder.glob(f".*.{STATE}"):
                 leftover.unlink(missing_ok=True)
-            return _Run(self, model, dict(extra or {}), around, looking, arguments).go()
+            return _Run(self, model, dict(extra or {}), dict(settings or {}), around, looking, arguments).go()
 
 
 class _Run:
@@ -104,6 +119,7 @@ class _Run:
         checkpoints: Checkpoints,
         model: Any,
         extra: dict[str, Any],
+        settings: dict[str, Any],
         around: Callable[[list[Any]], list[Any]],
         looking: Callable[[], contextlib.AbstractContextManager[None]],
         arguments: dict[str, Any],
@@ -121,13 +137,24 @@ class _Run:
         self.callbacks = list(arguments.pop("callbacks", None) or ())
         self.data = _data_of(arguments, checkpoints, self.flavour)
         self.arguments = arguments
+        compiled = self.flavour.compile_arguments(model)
+        self.plan = self.data.plan | settings | {"seed": self.seed}
+        for name, value in (
+            ("loss", compiled.get("loss")),
+            ("loss_weights", compiled.get("loss_weights")),
+            ("class_weight", arguments.get("class_weight")),
+        ):
+            self.plan[name] = describe(value)
+        self.resumed_from: tuple[int, int] | None = None
         self.skipped = self.saved_at = 0
 
     def go(self) -> Any:
         self.flavour.forget_train_function(self.model)
         try:
             with self.flavour.restorable_randomness(self.model, self.seed) as self.random_states:
-                return self._go()
+                history = self._go()
+                self._remember_end()
+                return history
         finally:
             self.flavour.forget_train_function(self.model)
 
@@ -135,12 +162,19 @@ class _Run:
         model, flavour = self.model, self.flavour
         flavour.build_optimizer(model.optimizer, model.trainable_variables)
         state = load(self.path)
+        begun = self._marks()
         if state is None:
-            state = RunState(epoch=self.first_epoch, plan=self.data.plan)
+            state = RunState(epoch=self.first_epoch, plan=self.plan, begun=begun)
         else:
-            self._check_plan(state)
             # Saved with the metrics in it; those are put back once the epoch has begun.
+            check_same(self._variables(), state.arrays, self.path)
+            self._check_plan(state)
+            self._check_marks(state, begun)
+            self._check_epochs(state)
             put(self._variables(), state.arrays, self.path)
+            self.resumed_from = state.epoch, state.batches
+            self._say_where(state)
+        _interrupted[model] = self.path.resolve()
         self.state = state
         keeper = _keeper(flavour, self)
         callbacks = flavour.callback_list(
@@ -187,14 +221,61 @@ class _Run:
     def _variables(self) -> dict[str, Any]:
         return variables_of(self.model, self.flavour, self.random_states, self.extra)
 
+    def _marks(self) -> dict[str, Any]:
+        """What tells this run from another."""
+        with self.looking():
+            marks = self.data.marks | {"weights": of_weights(self.model)}
+            if self.plan.get("masks", "static") == "static":
+                marks["masks"] = of_masks(self.model)
+            return marks | {"optimizer": of_settings(self.model.optimizer)}
+
     def _check_plan(self, state: RunState) -> None:
-        changed = [key for key in self.data.plan if state.plan.get(key) != self.data.plan[key]]
+        changed = [key for key in self.plan if state.plan.get(key) != self.plan[key]]
         if changed:
             raise FileError(
                 f"The checkpoint in '{self.path.parent}' belongs to a call with {changed[0]}="
-                f"{state.plan.get(changed[0])!r}, this one has {self.data.plan[changed[0]]!r}; make the same call, or "
+                f"{state.plan.get(changed[0])!r}, this one has {self.plan[changed[0]]!r}; make the same call, or "
                 "give another folder."
             )
+
+    def _check_marks(self, state: RunState, now: dict[str, Any]) -> None:
+        # A model that was interrupted here is as it was left within a batch.
+        free = ("weights", "optimizer") if _interrupted.get(self.model) == self.path.resolve() else ()
+        fine = {name: [mark] for name, mark in state.begun.items()}
+        fine["weights"] += [of_saved_weights(state.arrays), state.left.get("ended")]
+        fine["optimizer"] += [state.left.get("optimizer")]
+        other = [name for name in {**now, **fine} if name not in free and now.get(name) not in fine.get(name, [None])]
+        if other:
+            named = [_named(name, now.get(name), state.begun.get(name)) for name in other]
+            raise FileError(
+                f"The checkpoint in '{self.path.parent}' is of another run, which differs in {' and '.join(named)}; "
+                "give another folder, or delete this one to begin anew."
+            )
+
+    def _check_epochs(self, state: RunState) -> None:
+        if (state.epoch, state.batches) > (self.epochs, 0):
+            raise FileError(
+                f"The run in '{self.path.parent}' has {state.epoch + bool(state.batches)} epochs behind it or begun, "
+                f"more than epochs={self.epochs}; give at least that many, or another folder, or delete this one to "
+                "begin anew."
+            )
+
+    def _say_where(self, state: RunState) -> None:
+        place = f"resumed from epoch {state.epoch} (batch {state.batches}) of the run in '{self.path.parent}'"
+        if state.epoch >= self.epochs or state.finished:
+            place = f"the run in '{self.path.parent}' was finished after epoch {state.epoch}; there is nothing to train"
+        _logger.info("checkpoints: %s", place)
+        if self.verbose != 0:
+            print(f"sparsekit: {place}")
+
+    def _remember_end(self) -> None:
+        """Note the weights that the caller gets, where they are not the saved ones: averages, or the best epoch's."""
+        with self.looking():
+            ended = of_weights(self.model)
+        if ended not in (of_saved_weights(self.state.arrays), self.state.left.get("ended")):
+            self.state.left["ended"] = ended
+            write(self.path, self.state)
+        _interrupted.pop(self.model, None)
 
     def _with_history(self) -> Any:
         """The History, with all epochs in it."""
@@ -202,6 +283,7 @@ class _Run:
         history.history = {name: list(values) for name, values in self.state.history.items()}
         done = max((len(values) for values in history.history.values()), default=0)
         history.epoch = list(range(self.first_epoch, self.first_epoch + done))
+        history.resumed_from = self.resumed_from
         return history
 
     def save(self, epoch: int, batches: int) -> None:
@@ -212,6 +294,7 @@ class _Run:
                 variables |= metric_variables(self.model)
             state.epoch, state.batches = epoch, batches
             state.arrays = take(variables) | best_weights(self.callbacks)
+            state.left = {"optimizer": of_settings(self.model.optimizer)}
         state.callbacks = [remembered(callback) for callback in self.callbacks]
         write(self.path, state)
 
@@ -273,6 +356,14 @@ def _keeper(flavour: Flavour, run: _Run) -> Any:
     return Keeper()
 
 
+def _named(name: str, now: Any, begun: Any) -> str:
+    """What differs, in words."""
+    if name == "optimizer":
+        changed = [key for key in {**now, **begun} if now.get(key) != begun.get(key)]
+        return "the optimizer" if "class" in changed else f"the optimizer's {' and '.join(changed)}"
+    return f"the array {name}" if name in _PARTS else f"the {name}"
+
+
 @contextlib.contextmanager
 def _silenced(owner: Any, method: str) -> Iterator[None]:
     """Turn one method of an object into nothing for a while."""
@@ -290,18 +381,26 @@ class _Data:
         dataset: number of batches to leave out -> what fit takes.
         batches: number of batches of an epoch, None if unknown.
         plan: what must be the same in the next run.
+        marks: the same as digests.
     """
 
-    def __init__(self, dataset: Callable[[int], Any], batches: int | None, plan: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        dataset: Callable[[int], Any],
+        batches: int | None,
+        plan: dict[str, Any],
+        marks: dict[str, Any] | None = None,
+    ) -> None:
         self.dataset = dataset
         self.batches = batches
         self.plan = plan
+        self.marks = dict(marks or {})
         self.epoch = 0
 
 
 def _data_of(arguments: dict[str, Any], checkpoints: Checkpoints, flavour: Flavour) -> _Data:
     """Take the data out of the arguments of fit, in a form that can be taken up again."""
-    x, y, weight = (arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
+    x, y, weight = (arguments.pop(name, None) for name in _PARTS)
     if arguments.get("steps_per_epoch") is not None:
         raise ArgumentError("steps_per_epoch cannot be used with checkpoints; an epoch is one pass over the data.")
     if isinstance(x, tf.data.Dataset):
@@ -377,5 +476,6 @@ def _arrays(
         return read.apply(tf.data.experimental.assert_cardinality(batches - skip)).prefetch(2)
 
     plan = {"data": "arrays", "samples": count, "batch_size": size, "shuffle": shuffled, "seed": checkpoints.seed}
-    data = _Data(dataset, batches, plan)
+    marks = {name: of_arrays(tf.nest.flatten(part)) for name, part in zip(_PARTS, parts, strict=False)}
+    data = _Data(dataset, batches, plan, marks)
     return data

@@ -20,7 +20,7 @@ from ..frozen import frozen_masks
 from ..weights import all_weights, read
 from .atomic import replacing
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass
@@ -35,6 +35,8 @@ class RunState:
         arrays: name -> values of every variable.
         callbacks: for each callback what it remembers.
         finished: whether all epochs are done.
+        begun: what tells this run from another: name -> digest or settings at its beginning.
+        left: the same at its last save, or at the end of the call, where that differs.
     """
 
     epoch: int = 0
@@ -44,6 +46,19 @@ class RunState:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
+    begun: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+
+
+# The first part of an array's name -> what it is, for messages.
+_KINDS = {
+    "weight": "the weights",
+    "optimizer": "the optimizer",
+    "random": "the layers that draw random numbers",
+    "mask": "the masks",
+    "extra": "the masks",
+    "metric": "the metrics",
+}
 
 
 def variables_of(model: Any, flavour: Flavour, random_states: list[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,19 +88,23 @@ def take(variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.array(read(variable)) for name, variable in variables.items()}
 
 
+def check_same(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    """Raise FileError if the arrays are not those of these variables."""
+    for name, variable in variables.items():
+        if name not in arrays or tuple(variable.shape) != arrays[name].shape:
+            raise FileError(
+                f"The checkpoint in '{path.parent}' belongs to another model, optimizer or call (it differs in "
+                f"{_KINDS[name.split(':')[0]]}); give another folder, or delete this one to begin anew."
+            )
+
+
 def put(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray], path: Path) -> None:
     """Give variables their values back, all or none.
 
     Raises:
         FileError: if they are not the same variables.
     """
-    missing = [name for name in variables if name not in arrays]
-    other = [name for name in variables if name in arrays and tuple(variables[name].shape) != arrays[name].shape]
-    if missing or other:
-        raise FileError(
-            f"The checkpoint in '{path.parent}' belongs to another model, optimizer or call (it differs in "
-            f"'{(missing + other)[0]}'); give another folder, or delete this one to begin anew."
-        )
+    check_same(variables, arrays, path)
     for name, variable in variables.items():
         native(variable).assign(arrays[name])
 
@@ -106,6 +125,8 @@ def write(path: Path, state: RunState) -> None:
         "plan": state.plan,
         "callbacks": state.callbacks,
         "finished": state.finished,
+        "begun": state.begun,
+        "left": state.left,
         "index": index,
         "python_random": random.getstate(),
         "numpy_random": [version, np.asarray(numbers).tolist(), gauss_position, has_gauss, gauss],
@@ -130,6 +151,11 @@ def load(path: Path) -> RunState | None:
             meta = json.loads(archive.read("state.json"))
             if meta["version"] > _VERSION:
                 raise FileError(f"'{path}' was written by a later sparsekit; run `pip install -U sparsekit`.")
+            if meta["version"] < _VERSION:
+                raise FileError(
+                    f"'{path}' was written by an earlier sparsekit, which did not say of which run it is; delete the "
+                    f"folder '{path.parent}' to begin anew."
+                )
             arrays = {}
             for position, (name, (dtype, shape)) in enumerate(meta["index"].items()):
                 flat = np.frombuffer(archive.read(f"{position}"), dtype=tf.as_dtype(dtype).as_numpy_dtype)
@@ -152,6 +178,8 @@ def load(path: Path) -> RunState | None:
         arrays=arrays,
         callbacks=meta["callbacks"],
         finished=meta["finished"],
+        begun=meta["begun"],
+        left=meta["left"],
     )
 
 

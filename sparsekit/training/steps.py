@@ -106,7 +106,10 @@ def fit(
                 history = model.fit(callbacks=callbacks, **arguments)
             else:
                 masks = {f"mask {mask.path}": mask.keep for mask in frozen}
-                history = checkpoints.fit(model, extra=masks, around=plan.callbacks, looking=plan.looking, **arguments)
+                settings = _settings(enforcement)
+                history = checkpoints.fit(
+                    model, extra=masks, settings=settings, around=plan.callbacks, looking=plan.looking, **arguments
+                )
         history.engine = plan.report
         _warn_of_restored(frozen)
     finally:
@@ -117,6 +120,13 @@ def fit(
     if isinstance(enforcement.choose, Gradual):
         _warn_of_unreached(enforcement.choose, frozen, _updates_of(optimizers[0] if optimizers else None))
     return history
+
+
+def _settings(enforcement: Enforcement) -> dict[str, Any]:
+    """What a run must not change when it is taken up again."""
+    choose = enforcement.choose
+    schedule = repr(choose.schedule) if isinstance(choose, Gradual) else None
+    return {"enforce": enforcement.mode, "masks": "static" if choose is None else "dynamic", "schedule": schedule}
 
 
 def _strategy_of(model: Any) -> contextlib.AbstractContextManager:
