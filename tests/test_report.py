@@ -12,7 +12,7 @@ from models import KERAS, both
 
 import sparsekit
 from sparsekit.errors import FileError, ModelTypeError
-from sparsekit.reports.plots import draw_sparsity, kept_share, kinds, write_plots
+from sparsekit.reports.plots import draw_sparsity, draw_zeros, kept_share, kinds, write_plots
 from sparsekit.reports.report import Report, WeightReport, percent
 
 
@@ -181,6 +181,45 @@ def test_one_picture_a_kind_of_weight(flavour, tmp_path):
     written = write_plots(model, tmp_path / "new" / "plots")
     assert [path.name for path in written] == ["sparsity.png", "zeros_conv2d_kernel.png", "zeros_dense_kernel.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_axes_count_cells_and_say_what_they_are():
+    layers = KERAS["keras"].layers
+    model = KERAS["keras"].Sequential(
+        [
+            layers.Input((8, 8, 10)),
+            layers.DepthwiseConv2D(3, name="depth"),
+            layers.Conv2D(3, 1, name="conv"),
+            layers.Flatten(),
+            layers.Dense(2, name="dense"),
+        ]
+    )
+    sparsekit.prune(model, 0.5)
+    expected = {
+        "DepthwiseConv2D": ("channel", "position in the kernel\n(3×3×1 = 9 rows)", 9 / 10),
+        "Conv2D": ("output channel", "kernel position × input channel\n(1×1×10 = 10 rows)", 2.5),
+        "Dense": ("output", "input", 2.5),
+    }
+    for kind, refs in kinds(model).items():
+        axes = draw_zeros(kind, refs).axes[0]
+        columns, rows, aspect = expected[kind.split()[0]]
+        assert (axes.get_xlabel(), axes.get_ylabel()) == (columns, rows)
+        # Tall and narrow where there are few columns, within limits.
+        assert axes.get_box_aspect() == aspect
+        assert axes.images[0].get_extent()[:2] == [-0.5, refs[0].shape[refs[0].out_axis] - 0.5]
+        assert all(float(tick).is_integer() for axis in (axes.xaxis, axes.yaxis) for tick in axis.get_majorticklocs())
+
+
+@both
+def test_kernels_of_layers_that_are_not_trainable(flavour):
+    model = network(flavour)
+    model.layers[0].trainable = False
+    report = sparsekit.report(sparsekit.prune(model, 0.75))
+    assert [row.path.split("/")[-2] for row in report.frozen_kernels] == ["conv"]
+    assert report.kernel_sparsity == 0.75 * 1440 / (1440 + 36)
+    assert "note: 36 of 1,476 kernel values are in layers with trainable=False" in str(report)
+    model.layers[0].trainable = True
+    assert "trainable=False" not in str(sparsekit.report(model))
 
 
 def test_bars_are_as_long_as_the_sparsity():

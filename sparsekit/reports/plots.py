@@ -82,6 +82,19 @@ def kept_share(weight: np.ndarray, out_axis: int) -> np.ndarray:
     return kept
 
 
+def axis_names(ref: WeightRef) -> tuple[str, str]:
+    """What the columns and the rows of a weight's picture are; rows that run over several axes give their lengths."""
+    others = [size for axis, size in enumerate(ref.shape) if axis != ref.out_axis]
+    rows = f"({'×'.join(map(str, others))} = {math.prod(others)} rows)"
+    if ref.in_axis == ref.out_axis:
+        return "channel", f"position in the kernel\n{rows}"
+    if len(others) == 1:
+        return "output", "input"
+    if "Conv" in type(ref.layer).__name__:
+        return "output channel", f"kernel position × input channel\n{rows}"
+    return f"axis {ref.out_axis} of the weight", f"its other axes\n{rows}"
+
+
 def draw_zeros(kind: str, refs: list[WeightRef]) -> Any:
     """One panel a weight (the largest `PANELS` of them): dark = kept, white = zero."""
     largest = sorted(refs, key=lambda ref: -ref.size)[:PANELS]
@@ -90,19 +103,27 @@ def draw_zeros(kind: str, refs: list[WeightRef]) -> Any:
     rows = math.ceil(len(shown) / columns)
     shares = [kept_share(ref.numpy(), ref.out_axis) for ref in shown]
     brightest = max(float(share.max()) for share in shares) or 1.0
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure_class()(figsize=(4.2 * columns + 0.8, 4.6 * rows + 0.6), layout="constrained")
     for index, (ref, share) in enumerate(zip(shown, shares, strict=True)):
         axes = figure.add_subplot(rows, columns, index + 1)
         weight = ref.numpy()
-        # Real coordinates on the axes, however many cells the picture has.
-        extent = (0, weight.shape[ref.out_axis], weight.size // weight.shape[ref.out_axis], 0)
+        # Whole numbers in the middle of a cell, counted from 0, however many cells the picture has.
+        height, width = weight.size // weight.shape[ref.out_axis], weight.shape[ref.out_axis]
+        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
         shading = axes.imshow(
             share, cmap="Blues", vmin=0, vmax=brightest, extent=extent, aspect="auto", interpolation="nearest"
         )
         zeros = 1 - np.count_nonzero(weight) / weight.size
         axes.set_title(f"{_short(ref.path)}\n{'×'.join(map(str, ref.shape))}, {100 * zeros:.1f} % zeros", fontsize=10)
-        axes.set_xlabel("output")
-        axes.set_ylabel("input" if weight.ndim == 2 else "position and input")
+        # A weight of few columns is narrow, as far as that leaves its cells to be seen.
+        axes.set_box_aspect(min(max(height / width, 0.4), 2.5))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        columns_are, rows_are = axis_names(ref)
+        axes.set_xlabel(columns_are)
+        axes.set_ylabel(rows_are)
         if index == len(shown) - 1:
             figure.colorbar(shading, ax=figure.axes, label="share kept", shrink=0.7)
     more = f" (the {len(shown)} largest of {len(refs)})" if len(shown) < len(refs) else ""

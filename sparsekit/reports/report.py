@@ -20,9 +20,10 @@ from rich.text import Text
 
 from sparsekit.errors import FileError, NothingToPruneError
 from sparsekit.frozen import frozen_masks
-from sparsekit.weights import WeightRef, all_weights, survey
+from sparsekit.weights import WeightRef, all_weights, is_kernel, survey
 
 PRUNED, NO_MASK, SKIPPED = "pruned", "no mask", "skipped"
+NOT_TRAINABLE, NOT_FLOATING = "not trainable", "not floating point"
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,22 @@ class Report:
     def overall_sparsity(self) -> float:
         """Fraction of exact zeros in all weights that have a mask or could have one, in [0, 1]."""
         rows = [row for row in self.rows if row.status != SKIPPED]
+        size = sum(row.size for row in rows)
+        return sum(row.zeros for row in rows) / size if size else 0.0
+
+    @property
+    def frozen_kernels(self) -> tuple[WeightReport, ...]:
+        """The kernels that prune leaves alone for no other reason than that they are not trainable."""
+        return tuple(
+            row
+            for row in self.rows
+            if row.reason == NOT_TRAINABLE and len(row.shape) > 1 and is_kernel(row.path.rsplit("/", 1)[-1])
+        )
+
+    @property
+    def kernel_sparsity(self) -> float:
+        """As `overall_sparsity`, with the kernels that are not trainable counted in."""
+        rows = [*(row for row in self.rows if row.status != SKIPPED), *self.frozen_kernels]
         size = sum(row.size for row in rows)
         return sum(row.zeros for row in rows) / size if size else 0.0
 
@@ -184,8 +201,18 @@ class Report:
         return table
 
     def notes(self) -> list[str]:
-        """One line for each reason why weights have no mask."""
-        return [
+        """One line for each reason why weights have no mask, after one on kernels that are not trainable."""
+        frozen = self.frozen_kernels
+        first = []
+        if frozen:
+            size = sum(row.size for row in frozen)
+            total = size + sum(row.size for row in self.rows if row.status != SKIPPED)
+            first = [
+                f"note: {size:,} of {total:,} kernel values are in layers with trainable=False, which prune leaves "
+                f"alone ({percent(self.kernel_sparsity)} zeros in all kernels); set layer.trainable = True before the "
+                "prune to take them along"
+            ]
+        return first + [
             f"{status}: {reason}: {len(rows)} {'variable' if len(rows) == 1 else 'variables'} "
             f"({sum(row.size for row in rows):,} values)"
             for status in (NO_MASK, SKIPPED)
