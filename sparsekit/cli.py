@@ -6,6 +6,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from . import __version__
 from .console import import_tensorflow, make_console, plain_warnings
@@ -50,6 +51,28 @@ DATA is one of
   module:function  a function of your own without arguments that returns what
                    fit takes
 """
+# What retraining goes by, with what holds if nothing is said; `_MEASURING` matters to a mere validation too.
+_TRAINING: dict[str, Any] = {
+    "epochs": 1,
+    "batch_size": 32,
+    "loss": None,
+    "optimizer": None,
+    "learning_rate": None,
+    "metrics": None,
+    "enforce": "gradient",
+    "masks": "static",
+    "checkpoint_dir": None,
+    "pixels": None,
+    "image_size": None,
+}
+_MEASURING = ("batch_size", "loss", "metrics", "pixels", "image_size")
+# How the command line spells what errors of the Python calls name.
+_SPELLINGS = {
+    "model=": "--model MODULE:NAME",
+    "custom_objects": "--custom-objects MODULE:NAME",
+    "safe=False": "--unsafe",
+    "flavour=": "--flavour keras or --flavour tf_keras",
+}
 _DESCRIPTION = (
     "Prune a saved Keras model, retrain only the weights that are left, and save a\n"
     "plain Keras file in which every pruned weight is exactly zero."
@@ -78,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     errors = make_console(stderr=True)
     try:
+        _settle(args)
         with plain_warnings(errors, args.debug):
             _run(args)
         return OK
@@ -89,6 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         errors.print(f"sparsekit: {_sentence(error)}", markup=False)
         return next((code for kinds, code in _CODES if isinstance(error, kinds)), UNEXPECTED)
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """Refuse options that would have no effect, and give the others their defaults."""
+    given = vars(args)
+    if args.command == "prune" and args.data is None:
+        measured = args.validation is not None
+        unused = [name for name in _TRAINING if given[name] is not None and not (measured and name in _MEASURING)]
+        if unused:
+            option = f"--{unused[0].replace('_', '-')}"
+            also = ", or --validation DATA to measure only" if unused[0] in _MEASURING else ""
+            raise ArgumentError(f"{option} has no effect without retraining; give --retrain DATA too{also}.")
+    for name, value in _TRAINING.items():
+        if name in given and given[name] is None:
+            setattr(args, name, value)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -106,7 +145,9 @@ def _run(args: argparse.Namespace) -> None:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, SparsekitError):
-        return str(error)
+        text = str(error)
+        here = [option for word, option in _SPELLINGS.items() if word in text and option.split()[0] not in text]
+        return f"{text} On the command line: {', '.join(here)}." if here else text
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else "no message"
     return f"{type(error).__name__}: {first[:400]} (--debug shows all of it)"
@@ -123,6 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=f"`sparsekit COMMAND --help` says more about each command.\n\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -135,6 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
             description=text[0].upper() + text[1:] + ".",
             epilog=f"{epilog}\n{_EXIT_CODES}",
             parents=[common],
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
@@ -143,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
         "prune",
         "prune a saved model, and retrain it if data is given",
         f"{_DATA}\nexample:\n  {example}\n",
-        "IN.h5 OUT.h5 [--sparsity 0.9] [--retrain DATA --epochs N]",
+        "IN.h5 OUT.h5 [--sparsity FRACTION] [--retrain DATA --epochs N]",
     )
     _files(prune)
     _pruning(prune)
@@ -234,8 +277,8 @@ def _pruning(parser: argparse.ArgumentParser) -> None:
 def _training(parser: argparse.ArgumentParser, flag: str, required: bool) -> None:
     group = parser.add_argument_group("retraining")
     group.add_argument(flag, dest="data", metavar="DATA", required=required, help="what to train on, see below")
-    group.add_argument("--epochs", type=_positive, default=1, help="passes over the data (default: %(default)s)")
-    group.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--epochs", type=_positive, help=f"passes over the data (default: {_TRAINING['epochs']})")
+    group.add_argument("--batch-size", type=_positive, metavar="N", help=f"(default: {_TRAINING['batch_size']})")
     group.add_argument(
         "--validation", metavar="DATA", help="data to measure with before and after; or a share of DATA, such as 0.1"
     )
@@ -267,14 +310,12 @@ def _holding(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--enforce",
         choices=("gradient", "constraint"),
-        default="gradient",
-        help="how zeros are held: masked gradients or a constraint on the weight (default: %(default)s)",
+        help=f"how zeros are held: masked gradients or a constraint on the weight (default: {_TRAINING['enforce']})",
     )
     group.add_argument(
         "--masks",
         choices=("static", "dynamic"),
-        default="static",
-        help="dynamic: a weight that becomes exactly zero stays so from then on (default: %(default)s)",
+        help=f"dynamic: a weight that becomes exactly zero stays so from then on (default: {_TRAINING['masks']})",
     )
 
 
@@ -305,7 +346,10 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number") from None
+        hint = ""
+        if text.endswith("%") and text[:-1].replace(".", "", 1).isdecimal():
+            hint = f"; did you mean {float(text[:-1]) / 100:g}?"
+        raise argparse.ArgumentTypeError(f"'{text}' is no number{hint}") from None
 
 
 def _whole(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -11,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 from rich.console import Console
 
 from . import console as show
 from . import data as feeding
 from . import onednn
-from .errors import ArgumentError, FileError, OutputError
+from .errors import ArgumentError, FileError, OutputError, SparsekitError
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Snapshot:
 
     Args:
         report: its weights.
-        file: the file that holds it, None if it was not saved at this point.
+        bytes: size of the file that holds it, as it was at this point, as it is and after gzip; None if it was not
+            saved. Kept here since the file may be overwritten later on.
         scores: loss and metrics on the validation data; empty without such data.
         packed: bytes that the model takes as .sparse.h5; None if it was not saved at this point.
     """
 
     report: Any
-    file: Path | None
+    bytes: tuple[int, int] | None
     scores: dict[str, float]
     packed: int | None
 
@@ -42,8 +43,9 @@ def snapshot(
     """Look at a model, and measure it if there is data to do so."""
     from .api import report
 
+    size = None if file is None else (file.stat().st_size, show.gzip_size(file))
     packed = None if file is None else sizes_of(model, ".sparse.h5", include_optimizer)[0]
-    return Snapshot(report(model), file, {} if validation is None else evaluate(model, validation), packed)
+    return Snapshot(report(model), size, {} if validation is None else evaluate(model, validation), packed)
 
 
 def sizes_of(model: Any, ending: str, include_optimizer: bool) -> tuple[int, int]:
@@ -68,20 +70,24 @@ def evaluate(model: Any, data: feeding.Data) -> dict[str, float]:
 
 def comparison_rows(stages: list[Snapshot]) -> dict[str, list[str]]:
     """The rows of the table of before and after."""
-    from .reports.report import percent
+    from .reports.report import NOT_FLOATING, percent
 
-    rows = {
-        "zeros in prunable weights": [percent(stage.report.overall_sparsity) for stage in stages],
-        "non-zero values": [f"{stage.report.nonzero:,}" for stage in stages],
-        "all values": [f"{stage.report.parameters:,}" for stage in stages],
+    # Seeds and counters are integers and no weights.
+    weights = [[row for row in stage.report.rows if row.reason != NOT_FLOATING] for stage in stages]
+    rows = {"zeros in prunable weights": [percent(stage.report.overall_sparsity) for stage in stages]}
+    if any(stage.report.frozen_kernels for stage in stages):
+        rows["the same with layers not trainable"] = [percent(stage.report.kernel_sparsity) for stage in stages]
+    rows |= {
+        "non-zero values": [f"{sum(row.size - row.zeros for row in one):,}" for one in weights],
+        "all values": [f"{sum(row.size for row in one):,}" for one in weights],
         "violations (zeros that came back)": [
             "" if stage.report.status == "no masks" else f"{stage.report.violations:,}" for stage in stages
         ],
     }
     for name in stages[-1].scores:
         rows[f"validation {name}"] = [f"{stage.scores[name]:.4f}" for stage in stages]
-    rows["file, bytes"] = [f"{stage.file.stat().st_size:,}" if stage.file else "" for stage in stages]
-    rows["file after gzip, bytes"] = [f"{show.gzip_size(stage.file):,}" if stage.file else "" for stage in stages]
+    for position, name in enumerate(("file, bytes", "file after gzip, bytes")):
+        rows[name] = ["" if stage.bytes is None else f"{stage.bytes[position]:,}" for stage in stages]
     rows["as .sparse.h5, bytes"] = ["" if stage.packed is None else f"{stage.packed:,}" for stage in stages]
     return rows
 
@@ -147,20 +153,27 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
     _check_extras(args)
     _check_input(args)
     show.import_tensorflow(args.debug)
+    from .api import report
     from .files import inspect_file
 
     custom = _custom_objects(args)
     info = inspect_file(args.input, custom_objects=custom)
     for line in _file_lines(info):
         console.print(line, markup=False)
-    if info.weights:
-        console.print()
-        console.print(_file_table(info))
-    if info.problem is not None:
-        raise FileError(info.problem)
+    # The names in a file are not always the paths that --include goes by; those are known once the model is built.
+    try:
+        if info.problem is not None and args.model is None and not args.unsafe:
+            raise FileError(info.problem)
+        model, _ = _open(args, console)
+    except SparsekitError:
+        if info.weights:
+            console.print("\nThe weights as the file calls them:")
+            console.print(_file_table(info))
+        raise
+    console.print()
+    print(report(model))
     if args.report is not None or args.plots is not None:
         console.print()
-        model, _ = _open(args, console)
         _write_extras(args, model, console)
 
 
@@ -257,8 +270,13 @@ def _check_target(target: Path, force: bool) -> None:
         raise OutputError(f"'{target}' exists already; give another name, or --force to overwrite it.")
     if not target.parent.is_dir():
         raise OutputError(f"There is no folder '{target.parent}' for '{target.name}'; create it first.")
-    if not os.access(target.parent, os.W_OK):
-        raise OutputError(f"The folder '{target.parent}' cannot be written to; give another one.")
+    try:
+        # What os.access says of a folder does not hold for root, nor in /proc.
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise OutputError(
+            f"The folder '{target.parent}' cannot be written to ({error.strerror}); give another one."
+        ) from error
 
 
 def _check_input(args: argparse.Namespace) -> None:
@@ -408,13 +426,33 @@ def _train(
 
 def _finish(args: argparse.Namespace, model: Any, console: Console) -> None:
     from .files import save
+    from .flavour import flavour_of
 
     try:
         with show.step(console, f"save {args.output}"):
             save(model, args.output, overwrite=args.force, include_optimizer=not args.no_optimizer)
     except FileError as error:
         raise OutputError(str(error)) from error
+    console.print(f"  {opened_by(args, flavour_of(model))}", markup=False)
     _write_extras(args, model, console)
+
+
+def opened_by(args: argparse.Namespace, flavour: Any) -> str:
+    """One line on what opens the output, and how to stay with Keras 2 where the input comes from there."""
+    if args.output.lower().endswith(".sparse.h5"):
+        return f"sparsekit.load opens it, as a model of {flavour.label}; plain Keras does not"
+    line = f"{flavour.label} opens it, without sparsekit"
+    if flavour.name != "tf_keras" and _of_keras_2(Path(args.input)):
+        line += "; Keras 2, which wrote the input, does not: run with --flavour tf_keras for that"
+    return line
+
+
+def _of_keras_2(path: Path) -> bool:
+    if not h5py.is_hdf5(path):
+        return False
+    with h5py.File(path, "r") as file:
+        version = file.attrs.get("keras_version", "")
+    return (version.decode() if isinstance(version, bytes) else str(version)).startswith("2.")
 
 
 def _write_extras(args: argparse.Namespace, model: Any, console: Console) -> None:

@@ -7,6 +7,8 @@ import importlib
 import io
 import math
 import sys
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +147,9 @@ def _arrays_or_else(source: Source, model: Any, options: Options) -> Data:
 
 
 def _read_npz(name: str) -> tuple[np.ndarray, ...]:
+    # np.load takes whatever it does not know for a pickle and says so.
+    if not zipfile.is_zipfile(name):
+        raise DataError(f"'{name}' is no .npz, whatever its name says; write one with np.savez(path, x=x, y=y).")
     try:
         with np.load(name, allow_pickle=False) as file:
             if "x" not in file or "y" not in file:
@@ -156,7 +161,7 @@ def _read_npz(name: str) -> tuple[np.ndarray, ...]:
             return tuple(file[key] for key in ("x", "y", "sample_weight") if key in file)
     except DataError:
         raise
-    except (OSError, ValueError, EOFError, AttributeError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         hint = "arrays of objects are not read, since they can run code" if "pickle" in str(error) else str(error)
         raise DataError(f"'{name}' cannot be read as .npz: {hint}.") from error
 
@@ -214,7 +219,9 @@ def check_arrays(arrays: Sequence[np.ndarray], model: Any, options: Options, nam
     for what, array in zip(("x", "y", "sample_weight"), arrays, strict=False):
         if array.dtype.kind not in "biuf":
             raise DataError(f"{what} of {name} has dtype {array.dtype}; it must hold numbers.")
-        if array.ndim == 0 or len(array) == 0 or len(array) != len(x):
+        if array.ndim and not len(array):
+            raise DataError(f"{what} of {name} has shape {array.shape}, which is no sample at all; give at least one.")
+        if array.ndim == 0 or x.ndim == 0 or len(array) != len(x):
             lengths = ", ".join(str(a.shape) for a in arrays)
             raise DataError(f"The arrays of {name} have shapes {lengths}; they must hold the same number of samples.")
     shape = input_shape(model)
@@ -380,12 +387,31 @@ def _folder(name: str, model: Any, flavour: Any, options: Options, fraction: flo
                 )  # fmt: skip
         except ValueError as error:
             raise DataError(f"'{name}' cannot be read as images: {str(error).splitlines()[0]}") from error
+        _check_images(images.file_paths, shape[3])
         count = len(images.file_paths)
         ready = images.map(lambda x, y: (scaled(x, pixels), y), num_parallel_calls=-1).prefetch(2)
         what = {"training": " to train on", "validation": " to validate with"}.get(subset or "", "")
         text = f"{count:,} images{what} in {len(classes)} classes, {size[0]}x{size[1]}, pixels from {PIXELS[pixels]}"
         sets.append(Data(ready, True, text))
     return sets[0], sets[-1]
+
+
+def _check_images(paths: Sequence[str], channels: int) -> None:
+    """Decode each image once: one that cannot be read would end the run in the middle of an epoch, without its name."""
+    import tensorflow as tf
+
+    def read(path: Any) -> Any:
+        image = tf.io.decode_image(tf.io.read_file(path), channels=channels, expand_animations=False)
+        return tf.shape(image)
+
+    good = 0
+    try:
+        for _ in tf.data.Dataset.from_tensor_slices(list(paths)).map(read, num_parallel_calls=-1, deterministic=True):
+            good += 1
+    except tf.errors.OpError as error:
+        raise DataError(
+            f"'{paths[good]}' cannot be read as an image with {channels} channels; mend the file or take it away."
+        ) from error
 
 
 def _scales_itself(flavour: Any, model: Any) -> bool:

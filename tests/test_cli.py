@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from models import KERAS, both
 
 import sparsekit
-from sparsekit import cli, commands, data, demo
+from sparsekit import cli, commands, data
 from sparsekit.data import Options
 from sparsekit.errors import DataError
 from sparsekit.flavour import get
@@ -210,6 +211,71 @@ def test_inspect_says_what_is_in_the_file(capsys):
     assert Path("weights.csv").is_file()
 
 
+def column(out: str, name: str) -> list[str]:
+    """The cells of one row of the table of before and after."""
+    (line,) = (line for line in out.splitlines() if line.startswith(name))
+    return line.removeprefix(name).split()
+
+
+def test_before_is_the_input_also_where_it_is_overwritten(capsys):
+    size = Path("model.h5").stat().st_size
+    assert run("prune model.h5 model.h5 --force --no-optimizer") == cli.OK
+    out = capsys.readouterr().out
+    assert column(out, "file, bytes") == [f"{size:,}", f"{Path('model.h5').stat().st_size:,}"]
+
+
+@pytest.mark.parametrize(
+    ("writer", "line", "shown"),
+    [
+        ("keras", "out.h5", r"  Keras 3\S+ opens it, without sparsekit\n"),
+        ("tf_keras", "out.h5", r"  Keras 3\S+ opens it, .*Keras 2, .*, does not: run with --flavour tf_keras"),
+        ("tf_keras", "out.h5 --flavour tf_keras", r"  tf_keras 2\S+ opens it, without sparsekit\n"),
+        ("keras", "out.sparse.h5", r"sparsekit.load opens it, as a model of Keras 3\S+; plain Keras does not"),
+    ],
+)
+def test_the_output_says_which_keras_opens_it(writer, line, shown, capsys):
+    network(writer).save("in.h5")
+    assert run(f"prune in.h5 {line}") == cli.OK
+    assert re.search(shown, capsys.readouterr().out)
+
+
+def test_layers_that_are_not_trainable_are_named(capsys):
+    model = network()
+    model.layers[-1].trainable = False
+    sparsekit.save(model, "half.h5")
+    assert run("prune half.h5 out.h5 --sparsity 0.75") == cli.OK
+    out = capsys.readouterr().out
+    assert f"{SIZE - 36} of {SIZE} kernel values are in layers with trainable=False" in out
+    assert "set layer.trainable = True" in out
+    assert column(out, "zeros in prunable weights") == ["0.00", "%", "75.00", "%"]
+    assert column(out, "the same with layers not trainable") == ["0.00", "%", f"{100 * 27 / SIZE:.2f}", "%"]
+
+
+def test_seeds_are_no_values(capsys):
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    sparsekit.save(model, "drop.h5")
+    assert run("prune drop.h5 out.h5 --sparsity 0.75") == cli.OK
+    assert column(capsys.readouterr().out, "all values") == [str(4 * 3 + 3)] * 2
+
+
+def test_inspect_prints_paths_that_include_takes(capsys):
+    """Keras 2 gives a weight another name than its layer has where a name came twice in one process."""
+    sparsekit.save(network(), "named.h5")
+    with h5py.File("named.h5", "r+") as file:
+        group = file["model_weights/conv"]
+        names = [name.decode() if isinstance(name, bytes) else name for name in group.attrs["weight_names"]]
+        arrays = [group[name][()] for name in names]
+        renamed = [f"conv_1_1/{name.rsplit('/', 1)[-1]}" for name in names]
+        for name, array in zip(renamed, arrays, strict=True):
+            group[name] = array
+        group.attrs["weight_names"] = [name.encode() for name in renamed]
+    assert run("inspect named.h5") == cli.OK
+    out = capsys.readouterr().out
+    assert "conv_1_1" not in out
+    path = next(line.split()[0] for line in out.splitlines() if line.split()[:2][-1:] == ["3x3x1x4"])
+    assert run(f"prune named.h5 out.h5 --include {path}") == cli.OK
+
+
 def test_inspect_shows_a_file_that_cannot_be_opened(capsys):
     write_weights_only("only.h5")
     assert run("inspect only.h5") == cli.BAD_INPUT
@@ -262,14 +328,30 @@ REFUSED = {
     "unknown training": ("prune bare.h5 out.h5 --retrain digits.npz", cli.BAD_ARGUMENTS, "give --loss"),
     "no pruned weight": ("retrain model.h5 out.h5 --data digits.npz", cli.BAD_ARGUMENTS, "no pruned zeros"),
     "share too large": ("prune model.h5 out.h5 --retrain digits.npz --validation 1.5", cli.BAD_ARGUMENTS, "between"),
+    "training without data": ("prune model.h5 out.h5 --epochs 3", cli.BAD_ARGUMENTS, "--epochs has no effect"),
+    "loss without data": ("prune model.h5 out.h5 --loss mse", cli.BAD_ARGUMENTS, "or --validation DATA"),
+    "text as npz": ("prune model.h5 out.h5 --retrain text.npz", cli.BAD_DATA, "is no .npz"),
+    "own layer": ("prune own.h5 out.h5", cli.BAD_INPUT, "On the command line: --custom-objects MODULE:NAME."),
+    "weights only, the way out": (
+        "prune weights.h5 out.h5",
+        cli.BAD_INPUT,
+        "On the command line: --model MODULE:NAME.",
+    ),
+    "folder of another kind": ("prune model.h5 /proc/out.h5", cli.BAD_OUTPUT, "'/proc' cannot be written to"),
     "share without data": ("prune model.h5 out.h5 --validation 0.5", cli.BAD_ARGUMENTS, "--retrain DATA"),
 }
+
+
+class OwnDense(keras.layers.Dense):
+    """A layer that is not registered."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case, here, capsys):
     line, code, message = REFUSED[case]
     Path("text.h5").write_text("this is no model")
+    Path("text.npz").write_text("these are no arrays")
+    sparsekit.save(keras.Sequential([keras.layers.Input((3,)), OwnDense(2)]), "own.h5")
     Path("half.h5").write_bytes(Path("model.h5").read_bytes()[:5000])
     Path("digits.npz.h5").write_text("")
     Path("folder.h5").mkdir()
@@ -295,6 +377,8 @@ def test_refused(case, here, capsys):
     [
         ("prune model.h5", "OUT.h5"),
         ("prune model.h5 out.h5 --sparsity 90", "did you mean 0.9?"),
+        ("prune model.h5 out.h5 --sparsity 90%", "did you mean 0.9?"),
+        ("prune model.h5 out.h5 --spars 0.5", "unrecognized arguments: --spars"),
         ("prune model.h5 out.h5 --sparsity 1.0", "fraction in [0, 1)"),
         ("prune model.h5 out.h5 --sparsity nan", "fraction in [0, 1)"),
         ("prune model.h5 out.h5 --epochs 0", "at least 1"),
@@ -312,7 +396,10 @@ def test_bad_arguments(line, message, capsys):
 
 
 def test_unwritable_folder(monkeypatch, capsys):
-    monkeypatch.setattr("os.access", lambda *_: False)
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(commands.tempfile, "TemporaryFile", refuse)
     assert run("prune model.h5 out.h5") == cli.BAD_OUTPUT
     assert "cannot be written to" in capsys.readouterr().err
 
@@ -369,6 +456,7 @@ def test_labels_become_what_the_loss_takes(loss, y, result):
         ((2, 8, 8), [0, 1], "sparse_categorical_crossentropy", r"add the last axis: x\[..., None\]"),
         ((2, 64), [0, 1], "sparse_categorical_crossentropy", r"x.reshape\(-1, 8, 8, 1\)"),
         ((2, 8, 8, 1), [0, 3], "sparse_categorical_crossentropy", "must be 0 to 2"),
+        ((0, 8, 8, 1), [], "sparse_categorical_crossentropy", "no sample at all"),
         ((2, 8, 8, 1), [0, 1, 2], "sparse_categorical_crossentropy", "same number of samples"),
         ((2, 8, 8, 1), [[0, 1, 0], [1, 0, 0]], "sparse_categorical_crossentropy", "one integer a sample"),
         ((2, 8, 8, 1), [0, 7], "categorical_crossentropy", "class numbers 0 to 2"),
@@ -438,6 +526,10 @@ def test_folder_through_the_command_line(here, capsys):
     out = capsys.readouterr().out
     assert "9 images to train on in 3 classes, 8x8, pixels from -1 to 1" in out
     assert run("prune model.h5 out.h5 --force --retrain images --image-size 9x9") == cli.BAD_DATA
+    (here / "images" / "b" / "2.png").write_bytes((here / "images" / "b" / "1.png").read_bytes()[:40])
+    capsys.readouterr()
+    assert run("prune model.h5 out.h5 --force --retrain images") == cli.BAD_DATA
+    assert f"'{Path('images/b/2.png')}' cannot be read as an image" in capsys.readouterr().err
     (here / "images" / "d").mkdir()
     assert run("prune model.h5 out.h5 --force --retrain images") == cli.BAD_DATA
     assert "holds 4 classes (a, b, c, d) and the model tells 3 apart" in capsys.readouterr().err
@@ -490,38 +582,3 @@ def test_onednn_is_switched_off_for_a_file_that_needs_it(here):
     assert setting("shortcut.h5", {"TF_ENABLE_ONEDNN_OPTS": "1"}) == "1 False"
     assert setting("model.h5", {}) == "None False"
     assert setting("digits.npz", {}) == "None False"
-
-
-# --- the demo ---
-
-
-@pytest.fixture(scope="module")
-def digits() -> demo.Digits:
-    return demo.load_digits(quick=False)
-
-
-@pytest.mark.parametrize(
-    ("flavour", "options"), [("keras", ""), ("tf_keras", "--enforce constraint --masks dynamic --sparsity 0.8")]
-)
-def test_demo(flavour, options, digits, monkeypatch, capsys):
-    few = demo.Digits(digits.x_train[:256], digits.y_train[:256], digits.x_test[:64], digits.y_test[:64])
-    monkeypatch.setattr(demo, "load_digits", lambda quick: few)
-    assert run(f"demo --quick --out out --flavour {flavour} {options}") == cli.OK
-    out = capsys.readouterr().out
-    assert "seconds per epoch" in out
-    assert "no violations" in out
-    for name in ("pruned", "retrained"):
-        report = sparsekit.report(sparsekit.load(f"out/digits_{name}.h5", flavour=flavour))
-        assert (round(report.sparsity, 3), report.violations) == (0.8 if options else 0.9, 0)
-    assert {path.name for path in Path("out").glob("*.png")} == {
-        "sparsity.png",
-        "zeros_conv2d_kernel.png",
-        "zeros_dense_kernel.png",
-    }
-
-
-def test_demo_digits_are_apart(digits):
-    assert (len(digits.x_train), len(digits.x_test)) == (4000, 1000)
-    assert set(np.unique(digits.y_train)) == set(np.unique(digits.y_test)) == set(range(10))
-    assert (digits.x_train.min(), digits.x_train.max()) == (0.0, 1.0)
-    assert not {x.tobytes() for x in digits.x_train} & {x.tobytes() for x in digits.x_test}
