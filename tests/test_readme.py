@@ -48,10 +48,11 @@ def test_python_blocks_run_and_each_recipe_has_both_outcomes(tmp_path, monkeypat
 def test_shell_commands_work(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
-    np.savez("digits.npz", x=rng.random((40, 6), dtype=np.float32), y=rng.integers(0, 3, 40))
+    Path("demo_output").mkdir()
+    np.savez("demo_output/digits.npz", x=rng.random((40, 6), dtype=np.float32), y=rng.integers(0, 3, 40))
     model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(40), keras.layers.Dense(3, "softmax")])
     model.compile("adam", "sparse_categorical_crossentropy")
-    sparsekit.save(model, "model.h5")
+    sparsekit.save(model, "demo_output/digits_dense.h5")
     ran = []
     for line in (line for language, code in BLOCKS if language == "bash" for line in code.splitlines()):
         words = shlex.split(line, comments=True)
