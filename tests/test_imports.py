@@ -17,7 +17,7 @@ ROWS = (
     {"errors"},
     {"masks", "registry"},
     {"criteria", "distributions", "patterns", "ranking", "schedules", "selection"},
-    {"evidence", "flavour", "frozen", "weights"},
+    {"evidence", "flavour", "flavour_base", "flavour_files", "flavour_runs", "frozen", "weights"},
     {"engine", "files", "reports", "training", "updates"},
     {"api"},
     {"__main__", "cli", "commands", "console", "data", "demo", "onednn"},
