@@ -25,7 +25,7 @@ from .reports.report import Report, build_report
 from .schedules import Schedule
 from .selection import SCOPES, choose_masks
 from .training.enforcement import bind_constraints, check_constraints
-from .training.steps import TrainStep, check_masks, check_words, enforcement_for, fit, masked_optimizer
+from .training.steps import TrainStep, check_finite, check_masks, check_words, enforcement_for, fit, masked_optimizer
 from .updates.reconstruction import forget_dense, remember_dense
 from .updates.step import fit_with_update
 from .weights import Selector, read, survey
@@ -237,6 +237,8 @@ def retrain(
         FileError: if the checkpoints cannot be used, or are those of another run (other weights, masks, arrays or
             settings, or more epochs done).
         ViolationError: if a pruned weight is not zero in the end.
+        NonFiniteError: if a trainable weight is NaN or infinite, before training starts or in the end; the model then
+            keeps what fit left.
     """
     flavour = flavour_of(model)
     _whole("epochs", epochs, 1)
@@ -254,6 +256,7 @@ def retrain(
     if checkpoint_every is not None and checkpoint_dir is None:
         raise ArgumentError("checkpoint_every needs a checkpoint_dir to save in.")
     _check_compiled(flavour, model, given)
+    check_finite(model, "before training", "start from a model whose weights are all numbers")
     forget_dense(model)
     fit_arguments |= {"epochs": epochs, "validation_data": validation_data, "callbacks": list(callbacks or ())}
     if update is not None:
@@ -261,7 +264,9 @@ def retrain(
             raise ArgumentError("update= goes with neither a schedule nor a checkpoint_dir; leave that out.")
         _compile(flavour, model, given)
         batch = tuple(inputs.get(name) for name in ("x", "y", "sample_weight"))
-        return fit_with_update(model, batch, update, masks=masks, seed=seed, **fit_arguments)
+        history = fit_with_update(model, batch, update, masks=masks, seed=seed, **fit_arguments)
+        check_finite(model, "after training", "take smaller steps, or look for NaN and infinity in the data")
+        return history
     if schedule is not None:
         _ready_for(schedule, model, masks)
     check_masks(model)
@@ -270,7 +275,9 @@ def retrain(
     if checkpoint_dir is not None:
         checkpoints = Checkpoints(checkpoint_dir, every_steps=checkpoint_every, seed=seed)
     enforcement = enforcement_for(model, enforce, masks, schedule)
-    return fit(model, enforcement, checkpoints, engine, **inputs, **fit_arguments)
+    history = fit(model, enforcement, checkpoints, engine, **inputs, **fit_arguments)
+    check_finite(model, "after training", "lower the learning rate, or look for NaN and infinity in the data")
+    return history
 
 
 def _ready_for(schedule: Schedule, model: Any, masks: str) -> None:

@@ -79,6 +79,18 @@ def read(variable: Any) -> np.ndarray:
     return array
 
 
+def not_finite(model: Any) -> dict[str, int]:
+    """Trainable weights that hold NaN or infinity: path -> how many."""
+    counts = {}
+    for variable in model.trainable_variables:
+        if tf.as_dtype(variable.dtype).is_floating:
+            values = read(variable)
+            counts[key_of(variable)] = values.size - int(np.count_nonzero(np.isfinite(values)))
+    return (
+        {ref.path: counts[ref.key] for ref in all_weights(model) if counts.get(ref.key)} if any(counts.values()) else {}
+    )
+
+
 def all_weights(model: Any) -> list[WeightRef]:
     """Every variable of the model once, in the order of its layers, with a unique path.
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from models import KERAS, X, Y, assert_held, both, each_batch, mlp, retrain_watched, values, warmed
 
 import sparsekit
+from sparsekit.errors import NonFiniteError
 from sparsekit.flavour import get
 
 enforces = pytest.mark.parametrize("enforce", ["gradient", "constraint"])
@@ -194,7 +195,8 @@ def test_bad_gradients_of_survivors_stay_visible(flavour: str, enforce: str) -> 
     model = poisoned(flavour, KERAS[flavour].optimizers.SGD(0.01), bad, float("nan"))
     path = next(iter(values(model)))
     sparsekit.freeze(model, {path: keep})
-    sparsekit.retrain(model, (X, Y), batch_size=64, enforce=enforce, verbose=0)
+    with pytest.raises(NonFiniteError, match=r"^1 weights are NaN or infinite after training"):
+        sparsekit.retrain(model, (X, Y), batch_size=64, enforce=enforce, verbose=0)
     result = values(model)[path]
     assert np.isnan(result[0, 0])
     assert np.isfinite(np.delete(result.ravel(), 0)).all()

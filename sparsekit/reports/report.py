@@ -20,7 +20,7 @@ from rich.text import Text
 
 from sparsekit.errors import FileError, NothingToPruneError
 from sparsekit.frozen import frozen_masks
-from sparsekit.weights import WeightRef, all_weights, is_kernel, survey
+from sparsekit.weights import WeightRef, all_weights, is_kernel, not_finite, survey
 
 PRUNED, NO_MASK, SKIPPED = "pruned", "no mask", "skipped"
 NOT_TRAINABLE, NOT_FLOATING = "not trainable", "not floating point"
@@ -40,6 +40,7 @@ class WeightReport:
         violations: number of positions that the mask holds at zero and that are not zero.
         status: `"pruned"` (has a mask), `"no mask"` (could have one) or `"skipped"`.
         reason: why it has no mask; empty for a pruned weight.
+        not_finite: number of positions of a trainable weight that are NaN or infinite.
     """
 
     path: str
@@ -51,6 +52,7 @@ class WeightReport:
     violations: int
     status: str
     reason: str
+    not_finite: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +75,10 @@ class Report:
 
     @property
     def status(self) -> str:
-        """`"no masks"`, `"ok"`, or `"violated"` if a masked position is not zero."""
+        """`"not finite"` if a trainable weight is NaN or infinite, `"violated"` if a masked position is not zero,
+        `"no masks"`, or `"ok"`."""
+        if self.not_finite:
+            return "not finite"
         if not self._with(PRUNED):
             return "no masks"
         return "violated" if self.violations else "ok"
@@ -125,6 +130,11 @@ class Report:
         return sum(row.violations for row in self.rows)
 
     @property
+    def not_finite(self) -> int:
+        """Number of positions of trainable weights that are NaN or infinite."""
+        return sum(row.not_finite for row in self.rows)
+
+    @property
     def parameters(self) -> int:
         """Number of positions in all variables of the model."""
         return sum(row.size for row in self.rows)
@@ -139,7 +149,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Totals and rows as plain Python values, ready for JSON."""
-        names = ("model", "status", "sparsity", "zeros", "size", "violations", "parameters", "nonzero")
+        names = ("model", "status", "sparsity", "zeros", "size", "violations", "not_finite", "parameters", "nonzero")
         rows = [asdict(row) | {"shape": list(row.shape)} for row in self.rows]
         return {name: getattr(self, name) for name in names} | {"rows": rows}
 
@@ -181,7 +191,7 @@ class Report:
                 "" if row.target is None else percent(row.target),
                 percent(row.achieved),
                 f"{row.violations:,}" if row.status == PRUNED else "",
-                row.status,
+                "not finite" if row.not_finite else row.status,
             )
             for row in (*masked, *self._with(NO_MASK))
         ]
@@ -221,6 +231,8 @@ class Report:
         ]
 
     def _headline(self) -> str:
+        if self.not_finite:
+            return f"{self.not_finite:,} values are NaN or infinite"
         if not self._with(PRUNED):
             return "no masks"
         masked = len(self._with(PRUNED))
@@ -248,7 +260,7 @@ def build_report(model: Any) -> Report:
         refs = all_weights(model)
     except NothingToPruneError:
         return Report(model.name, ())
-    frozen = frozen_masks(model)
+    frozen, broken = frozen_masks(model), not_finite(model)
     reasons = {skipped.ref.path: skipped.reason for skipped in survey(model, allow_empty=True)[1]}
     rows = []
     for ref in refs:
@@ -270,6 +282,7 @@ def build_report(model: Any) -> Report:
                 violations=0 if mask is None else mask.violations(),
                 status=status,
                 reason=reason,
+                not_finite=broken.get(ref.path, 0),
             )
         )
     return Report(model.name, tuple(rows))

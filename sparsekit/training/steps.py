@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from ..engine import masking
 from ..engine.gate import EnginePlan
-from ..errors import ArgumentError, ScheduleWarning, SparsekitWarning
+from ..errors import ArgumentError, NonFiniteError, ScheduleWarning, SparsekitWarning
 from ..files.checkpoint import Checkpoints
 from ..flavour import Flavour, flavour_of
 from ..frozen import FrozenMasks, frozen_masks
 from ..schedules import Schedule
+from ..weights import not_finite
 from .dynamic import Dynamic, Gradual, ZerosStay
 from .enforcement import MODES, Enforcement, enforced, optimizers_of, wrap_updates
 
@@ -37,6 +38,16 @@ def check_masks(model: Any) -> None:
         raise ArgumentError(
             f"The model '{model.name}' has no masks; call sparsekit.prune(model, sparsity=...), or "
             "sparsekit.freeze(model) if its weights are pruned already."
+        )
+
+
+def check_finite(model: Any, when: str, way_out: str) -> None:
+    """Raise NonFiniteError if a trainable weight holds NaN or infinity."""
+    broken = not_finite(model)
+    if broken:
+        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise NonFiniteError(
+            f"{sum(broken.values())} weights are NaN or infinite {when} ('{next(iter(broken))}'{others}); {way_out}."
         )
 
 
