@@ -15,7 +15,7 @@ from legacy_models import CONVERTED, L, filled, write
 from models import KERAS, both, mlp
 
 import sparsekit
-from sparsekit.errors import ArgumentError, FileError
+from sparsekit.errors import ArgumentError, FileError, SparsekitWarning
 from sparsekit.files import inspect_file
 
 
@@ -256,3 +256,39 @@ def test_inspect_lists_the_repairs(tmp_path):
     found = inspect_file(write(filled(CONVERTED["LSTM"]), tmp_path / "old.h5"))
     assert {("time_major", "lstm"), ("time_major", "lstm_1")} <= {(one.name, one.layer) for one in found.repairs}
     assert found.problem is None
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+@both
+@pytest.mark.parametrize("name", ["own.h5", "own.sparse.h5"])
+def test_a_model_class_of_ones_own_is_opened_with_model_and_every_sentence_says_so(flavour, name, tmp_path):
+    k = KERAS[flavour]
+
+    class Own(k.Model):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            self.dense = k.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    def build():
+        model = Own()
+        model(np.ones((1, 4), "float32"))
+        return model
+
+    model = sparsekit.prune(build(), 0.5)
+    with pytest.warns(SparsekitWarning, match=rf"'Own' is a model class of your own.*'{name}' .*load\(path, model=bui"):
+        sparsekit.save(model, tmp_path / name)
+    for custom_objects, sentence in (
+        (None, r"pass it: .*custom_objects=\{'Own': Own\}\), or a function .*load\(path, model=build\)\.$"),
+        ({"Own": Own}, r"has 0 layers with weights; give the model .*load\(path, model=build\)\.$"),
+    ):
+        with pytest.raises(FileError, match=sentence):
+            sparsekit.load(tmp_path / name, custom_objects=custom_objects)
+    loaded = sparsekit.load(tmp_path / name, model=build)
+    assert sparsekit.masks_of(loaded).sparsity == 0.5
+    # Keras rebuilds it from a .keras file, so that there is nothing to say.
+    sparsekit.save(model, tmp_path / "own.keras")
+    graph = k.Model(inputs := k.layers.Input((4,)), k.layers.Dense(3)(inputs))
+    sparsekit.save(graph, tmp_path / "graph.h5")

@@ -30,6 +30,7 @@ from .safety import check_known, check_safe
 from .sparse_file import MARK, read_sparse
 from .stored import StoredMask, StoredModel
 
+_GIVE_MODEL = ", or a function that builds the model: sparsekit.load(path, model=build)"
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
@@ -51,7 +52,8 @@ def load(
         flavour: `"keras"` or `"tf_keras"` to force one. By default a Keras 3 model where it predicts the same as the
             tf_keras model of the same file.
         safe: False allows files that bring Python code along (Lambda layers); the code runs.
-        model: for files that hold weights only: a model of the same layers, or a function that builds it.
+        model: for files that hold weights only, or the weights of a model class of your own: a model of the same
+            layers, or a function that builds it.
 
     Returns:
         A `keras.Model` or a `tf_keras.Model`.
@@ -181,7 +183,10 @@ def _build(
     if safe:
         check_safe(stored.config, path)
         check_safe(stored.training_config, path)
-    check_known(stored.config, flavours, custom_objects, path)
+    settings = stored.config.get("config")
+    # The config of a model class of the user's own lists no layers, and the class alone often makes no weights.
+    listed = not isinstance(settings, dict) or "layers" in settings
+    check_known(stored.config, flavours, custom_objects, path, "" if listed else _GIVE_MODEL)
     built: dict[str, Any] = {}
     errors: list[FileError] = []
     for one in flavours:

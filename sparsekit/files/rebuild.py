@@ -68,7 +68,7 @@ def put_weights(model: Any, stored: StoredModel, flavour: Flavour, path: Path) -
     if len(groups) != len(layers):
         raise FileError(
             f"'{path}' holds weights of {len(groups)} layers, but the model '{model.name}' has {len(layers)} layers "
-            "with weights; give the model that the file was saved from."
+            "with weights; give the model that the file was saved from: sparsekit.load(path, model=build)."
         )
     by_name = {plain_name(name): arrays for name, arrays in groups}
     named = len(by_name) == len(groups) and set(by_name) == {plain_name(layer.name) for layer, _ in layers}

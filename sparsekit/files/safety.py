@@ -51,8 +51,17 @@ def check_safe(config: Any, path: Path) -> None:
             )
 
 
-def check_known(config: Any, flavours: list[Flavour], custom_objects: dict[str, Any] | None, path: Path) -> None:
+def check_known(
+    config: Any, flavours: list[Flavour], custom_objects: dict[str, Any] | None, path: Path, otherwise: str = ""
+) -> None:
     """Name every class and function in a model config that must come from the user.
+
+    Args:
+        config: of a model.
+        flavours: where classes may be known.
+        custom_objects: what the user gave.
+        path: the file, for messages.
+        otherwise: another way out.
 
     Raises:
         FileError: listing them, with the `custom_objects` argument to give.
@@ -98,7 +107,7 @@ def check_known(config: Any, flavours: list[Flavour], custom_objects: dict[str, 
         given = ", ".join(f"'{name}': {name if name.isidentifier() else '...'}" for name in missing)
         raise FileError(
             f"'{path}' uses {listed} of your own, whose code is not in the file; "
-            f"pass it: sparsekit.load(path, custom_objects={{{given}}})."
+            f"pass it: sparsekit.load(path, custom_objects={{{given}}}){otherwise}."
         )
 
 

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from ..errors import FileError, SparsekitWarning
-from ..flavour import flavour_of
+from ..flavour import Flavour, flavour_of
 from ..frozen import frozen_masks
 from .atomic import replacing
 from .compiling import spell_out
@@ -27,6 +27,11 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
     The file appears whole or not at all. Masks ride along, one bit a weight, where every Keras ignores them. A plain
     file opens without sparsekit; a .sparse.h5 is far smaller and opens with `sparsekit.load` only.
 
+    In the .h5 of a Keras 3 model the optimizer's moments and number of updates are kept where `sparsekit.load` finds
+    them and Keras' own loader does not: as soon as it finds any of them, it builds the optimizer for none of the
+    layers' weights, and the next fit fails. With plain Keras such a file comes with a fresh optimizer of the same
+    settings; a .keras file keeps the optimizer for both.
+
     Args:
         model: a Keras model.
         path: the file to write; its ending decides the format.
@@ -34,7 +39,8 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
         include_optimizer: False leaves the optimizer's state out, which is often two thirds of the file.
 
     Warns:
-        SparsekitWarning: if pruned weights have come back.
+        SparsekitWarning: if pruned weights have come back, or if an HDF5 file cannot rebuild a model that is a class
+            of one's own.
 
     Raises:
         ModelTypeError: if `model` is no Keras model.
@@ -75,6 +81,14 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
                 f"'{type(model).__name__}' has no get_config(), which a file needs to rebuild it; "
                 "add one, or save only its weights with model.save_weights()."
             ) from error
+    if not name.endswith(".keras") and _is_own_class(model, flavour):
+        warnings.warn(
+            f"'{type(model).__name__}' is a model class of your own, whose weights '{target.name}' cannot make by "
+            "itself; open it with sparsekit.load(path, model=build), where build() makes the model and calls it once, "
+            "or save a .keras file.",
+            SparsekitWarning,
+            stacklevel=2,
+        )
 
 
 def _append_masks(path: Path, model: Any) -> None:
@@ -83,3 +97,8 @@ def _append_masks(path: Path, model: Any) -> None:
         return
     with zipfile.ZipFile(path, "a") as archive, archive.open(MEMBER, "w") as member:
         np.savez_compressed(member, allow_pickle=False, **arrays)
+
+
+def _is_own_class(model: Any, flavour: Flavour) -> bool:
+    """Whether a model is neither Sequential nor made of a graph of layers, so that its config does not list them."""
+    return not isinstance(model, flavour.keras.Sequential) and not hasattr(model, "_nodes_by_depth")
