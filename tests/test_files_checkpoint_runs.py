@@ -88,11 +88,12 @@ OTHERS = {
 def test_another_run_is_refused_and_nothing_changes(case, folder):
     of_model, of_call, sentence = OTHERS[case]
     model = model_of(**of_model)
-    before, state = copies(model), (folder / STATE).read_bytes()
+    before, state, drawn = copies(model), (folder / STATE).read_bytes(), np.random.get_state()[1].tolist()
     with pytest.raises(FileError, match=sentence):
         train(model, folder, **{"epochs": 3, **of_call})
     assert same(model, before)
     assert (folder / STATE).read_bytes() == state
+    assert np.random.get_state()[1].tolist() == drawn
 
 
 def test_another_schedule_is_refused(tmp_path):

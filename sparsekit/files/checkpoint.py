@@ -172,6 +172,7 @@ class _Run:
             self._check_marks(state, begun)
             self._check_epochs(state)
             put(self._variables(), state.arrays, self.path)
+            state.put_random()
             self.resumed_from = state.epoch, state.batches
             self._say_where(state)
         _interrupted[model] = self.path.resolve()

@@ -37,6 +37,7 @@ class RunState:
         finished: whether all epochs are done.
         begun: what tells this run from another: name -> digest or settings at its beginning.
         left: the same at its last save, or at the end of the call, where that differs.
+        random: states of the random number generators of Python and NumPy, where it was read from a file.
     """
 
     epoch: int = 0
@@ -48,6 +49,13 @@ class RunState:
     finished: bool = False
     begun: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
+    random: tuple[Any, Any] | None = None
+
+    def put_random(self) -> None:
+        """Set the random number generators of Python and NumPy."""
+        if self.random is not None:
+            random.setstate(self.random[0])
+            np.random.set_state(self.random[1])
 
 
 # The first part of an array's name -> what it is, for messages.
@@ -139,7 +147,7 @@ def write(path: Path, state: RunState) -> None:
 
 
 def load(path: Path) -> RunState | None:
-    """Read a state and set the random number generators of Python and NumPy; None if there is none.
+    """Read a state; None if there is none.
 
     Raises:
         FileError: if the file is damaged or from a later version.
@@ -166,10 +174,8 @@ def load(path: Path) -> RunState | None:
         raise FileError(
             f"The checkpoint '{path}' is damaged; delete the folder '{path.parent}' to begin anew."
         ) from error
-    version, numbers, internal = meta["python_random"][0], tuple(meta["python_random"][1]), meta["python_random"][2]
-    random.setstate((version, numbers, internal))
+    version, numbers, internal = meta["python_random"]
     kind, keys, position, has_gauss, gauss = meta["numpy_random"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
     return RunState(
         epoch=meta["epoch"],
         batches=meta["batches"],
@@ -180,6 +186,10 @@ def load(path: Path) -> RunState | None:
         finished=meta["finished"],
         begun=meta["begun"],
         left=meta["left"],
+        random=(
+            (version, tuple(numbers), internal),
+            (kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss),
+        ),
     )
 
 
