@@ -407,7 +407,7 @@ def _train(
     progress = show.fit_progress(flavour.keras, console, args.epochs, "retrain")
     options: dict[str, Any] = {} if train.batched else {"batch_size": args.batch_size}
     try:
-        retrain(
+        history = retrain(
             model,
             train.fit,
             epochs=args.epochs,
@@ -422,6 +422,9 @@ def _train(
         )
     finally:
         progress.close()
+    if args.checkpoint_dir is not None and history.resumed_from is not None:
+        epoch, batch = history.resumed_from
+        console.print(f"  resumed from epoch {epoch} (batch {batch}) of the run in {args.checkpoint_dir}", markup=False)
 
 
 def _finish(args: argparse.Namespace, model: Any, console: Console) -> None:

@@ -191,6 +191,11 @@ def test_a_run_with_checkpoints_goes_on_with_the_same_command(here, capsys):
     out = capsys.readouterr().out
     assert "epoch 2 of 2" in out
     assert "epoch 1 of 2" not in out
+    assert "resumed from epoch 1 (batch 0) of the run in state" in out
+    assert run(f"{line} 1 --force") == cli.BAD_INPUT
+    assert "has 2 epochs behind it or begun, more than epochs=1" in " ".join(capsys.readouterr().err.split())
+    assert run(f"{line.replace('0.75', '0.5')} 2 --force") == cli.BAD_INPUT
+    assert "is of another run, which differs in the weights and the masks" in " ".join(capsys.readouterr().err.split())
     assert zeros_of(keras.models.load_model("out.h5")) == 0.75 * SIZE
 
 

@@ -37,7 +37,7 @@ def test_nan_before_training():
     bias = next(weight for weight in model.trainable_variables if weight.path.endswith("bias"))
     bias.assign(np.full(bias.shape, np.inf))
     before = [weight.copy() for weight in model.get_weights()]
-    with pytest.raises(NonFiniteError, match=rf"^{bias.shape[0]} weights are NaN or infinite before training"):
+    with pytest.raises(NonFiniteError, match=rf"^{bias.shape[0]} values are NaN or infinite before training"):
         sparsekit.retrain(model, (X, Y), verbose=0)
     assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), before, strict=True))
 

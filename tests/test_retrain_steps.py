@@ -195,7 +195,7 @@ def test_bad_gradients_of_survivors_stay_visible(flavour: str, enforce: str) -> 
     model = poisoned(flavour, KERAS[flavour].optimizers.SGD(0.01), bad, float("nan"))
     path = next(iter(values(model)))
     sparsekit.freeze(model, {path: keep})
-    with pytest.raises(NonFiniteError, match=r"^1 weights are NaN or infinite after training"):
+    with pytest.raises(NonFiniteError, match=r"^1 value is NaN or infinite after training"):
         sparsekit.retrain(model, (X, Y), batch_size=64, enforce=enforce, verbose=0)
     result = values(model)[path]
     assert np.isnan(result[0, 0])

@@ -46,8 +46,9 @@ def check_finite(model: Any, when: str, way_out: str) -> None:
     broken = not_finite(model)
     if broken:
         others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        count = sum(broken.values())
         raise NonFiniteError(
-            f"{sum(broken.values())} weights are NaN or infinite {when} ('{next(iter(broken))}'{others}); {way_out}."
+            f"{count} {'value is' if count == 1 else 'values are'} NaN or infinite {when} ('{next(iter(broken))}'{others}); {way_out}."
         )
 
 
