@@ -48,7 +48,8 @@ def check_finite(model: Any, when: str, way_out: str) -> None:
         others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         count = sum(broken.values())
         raise NonFiniteError(
-            f"{count} {'value is' if count == 1 else 'values are'} NaN or infinite {when} ('{next(iter(broken))}'{others}); {way_out}."
+            f"{count} {'value is' if count == 1 else 'values are'} NaN or infinite {when} "
+            f"('{next(iter(broken))}'{others}); {way_out}."
         )
 
 
