@@ -12,14 +12,15 @@ import tensorflow as tf
 
 from ..errors import ArgumentError
 from ..flavour import Flavour, flavour_of, key_of, native
-from ..frozen import frozen_masks
+from ..frozen import FrozenMask, frozen_masks
 from ..weights import Selector, all_weights, read, survey
 from .capture import Tap, Values, input_batches
 from .least_squares import obs_rows, solve_with_held_out
 from .linear import LinearLayer, linear_layer
+from .mask_swaps import swap_masks
 from .step import alone
 
-METHODS = ("least_squares", "obs")
+METHODS = ("least_squares", "obs", "dsnot")
 _WIDEST = 8192  # inputs of a kernel: the normal equations take the square of that
 _STEPS = (1.0, 0.5, 0.25)  # parts of a change that are tried until one lowers the error after the activation
 _REMEMBERED_BYTES = 256 * 2**20
@@ -105,6 +106,7 @@ def reconstruct(
     bias: bool = True,
     batch_norm: bool = True,
     seed: int = 0,
+    max_cycles: int = 50,
 ) -> Reconstruction:
     """Change the kept weights of a pruned model so that each layer's output is again what the dense model's was.
 
@@ -126,20 +128,24 @@ def reconstruct(
         include: change only kernels that match: path globs, layer classes, or functions of a `WeightRef`.
         exclude: the same forms; leave these alone.
         method: `"least_squares"`: the best kept weights for these samples, `"obs"`: the row by row update of SparseGPT,
-            which starts from the dense weights and looks at the layer's own inputs only.
+            which starts from the dense weights and looks at the layer's own inputs only, `"dsnot"`: no new values but
+            other masks. DSnoT swaps dropped for kept positions (Zhang et al. (2024), "Dynamic Sparse No Training"),
+            as many in each output unit as before, and kept weights get their dense values. Swaps stay for the units
+            whose squared error they lower. It is for frozen masks without a structure, and biases stay as they are.
         samples: number of samples to take from `data`.
         batch_size: samples at a time; memory grows with it.
         bias: correct trainable biases, too.
         batch_norm: re-estimate the moving statistics of BatchNormalization.
         seed: of the choice of places where an image has more of them than are needed.
+        max_cycles: at most so many swaps for each output unit, with `"dsnot"`.
 
     Returns:
         A `Reconstruction`: a row for each layer with its output error before and after.
 
     Raises:
-        ArgumentError: if the dense weights are not known, or the data or reference do not fit.
+        ArgumentError: if the dense weights are not known, the data or reference do not fit, or no mask can be swapped.
     """
-    for name, number in (("samples", samples), ("batch_size", batch_size)):
+    for name, number in (("samples", samples), ("batch_size", batch_size), ("max_cycles", max_cycles)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ArgumentError(f"{name}={number!r} must be a whole number >= 1.")
     if method not in METHODS:
@@ -154,10 +160,21 @@ def reconstruct(
             )
     dense = Values.of(model, reference)
     batches = input_batches(data, samples, batch_size)
+    selected = survey(model, include, exclude)[0]
+    if method == "dsnot" and not any(_swappable(frozen_masks(model).get(ref.variable)) for ref in selected):
+        raise ArgumentError(
+            f"method='dsnot' swaps positions in frozen masks without a structure, and no selected weight of "
+            f"'{model.name}' has one; prune with pattern='unstructured', freeze the zeros with sparsekit.freeze, or "
+            "use method='least_squares'."
+        )
     with alone(model):
         frozen_masks(model).apply()
-        work = _Work(flavour, model, dense, batches, method, bias, batch_norm, seed)
-        return work.run({ref.key for ref in survey(model, include, exclude)[0]})
+        work = _Work(flavour, model, dense, batches, method, bias, batch_norm, seed, max_cycles)
+        return work.run({ref.key for ref in selected})
+
+
+def _swappable(mask: FrozenMask | None) -> bool:
+    return mask is not None and mask.pattern == "unstructured"
 
 
 class _Work:
@@ -173,6 +190,7 @@ class _Work:
         bias: bool,
         batch_norm: bool,
         seed: int,
+        max_cycles: int,
     ) -> None:
         self._flavour = flavour
         self._model = model
@@ -182,6 +200,7 @@ class _Work:
         self._bias = bias
         self._batch_norm = batch_norm
         self._seed = seed
+        self._max_cycles = max_cycles
 
     def run(self, selected: set[str]) -> Reconstruction:
         skipped, parts = [], []
@@ -191,7 +210,7 @@ class _Work:
             view = linear_layer(self._flavour, ref)
             reason = view if isinstance(view, str) else self._obstacle(view)
             if isinstance(view, LinearLayer) and reason is None:
-                parts.append(_Kernel(view, self._support(view), self._bias, self._method))
+                parts.append(self._part(view))
             else:
                 skipped.append(LayerResult(ref.path, "skipped", reason=reason or ""))
         if self._batch_norm:
@@ -208,14 +227,28 @@ class _Work:
             rows.append(LayerResult(part.path, status, before[part.path], after[part.path], reason))
         return Reconstruction((*rows, *skipped, *lost))
 
+    def _part(self, view: LinearLayer) -> _Kernel | _MaskSwaps:
+        mask, dense = frozen_masks(self._model).get(view.ref.variable), self._dense.array(view.ref.variable)
+        if self._method != "dsnot":
+            return _Kernel(view, self._support(view), self._bias, self._method)
+        assert mask is not None, "an obstacle otherwise"
+        assert dense is not None, "an obstacle otherwise"
+        return _MaskSwaps(view, mask, dense, self._max_cycles)
+
     def _obstacle(self, view: LinearLayer) -> str | None:
         support = self._support(view)
+        if self._method == "dsnot":
+            mask = frozen_masks(self._model).get(view.ref.variable)
+            if not _swappable(mask):
+                return "no frozen mask" if mask is None else f"swaps would break its {mask.pattern} pattern"
+            if self._dense.array(view.ref.variable) is None:
+                return "its dense values are not in the reference"
         if support.all():
             return "not pruned"
         if not support.any():
             return "no weight is kept"
         if support.shape[0] >= _WIDEST:
-            return f"{support.shape[0]} inputs; least squares takes up to {_WIDEST}"
+            return f"{support.shape[0]} inputs; {self._method} takes up to {_WIDEST}"
         return None
 
     def _support(self, view: LinearLayer) -> np.ndarray:
@@ -277,7 +310,7 @@ class _Work:
             return
         start = part.values()
         best, lowest = None, part.error(calls)
-        for length in _STEPS:
+        for length in part.steps:
             part.put(start, change, length)
             error = part.error(calls)
             if error < lowest:
@@ -307,6 +340,7 @@ class _Part:
 
     path: str
     layer: Any
+    steps: tuple[float, ...] = _STEPS
 
     def __init__(self) -> None:
         self.changed = False
@@ -333,7 +367,7 @@ class _Kernel(_Part):
         return self.view.computes(inputs, outputs)
 
     def sums(self) -> _NormalEquations:
-        return _NormalEquations(self)
+        return _NormalEquations(self, self.has_bias)
 
     def values(self) -> tuple[np.ndarray, np.ndarray | None]:
         bias = np.array(self.view.read_bias()) if self.has_bias else None
@@ -349,13 +383,64 @@ class _Kernel(_Part):
         self.view.write(*start)
 
 
-class _NormalEquations:
-    """X'X and X'E of a layer, in two halves: X its inputs now, E what its linear output lacks."""
+class _MaskSwaps(_Part):
+    """A kernel whose mask moves, and with it what is left of its dense values."""
 
-    def __init__(self, kernel: _Kernel) -> None:
+    steps = (1.0,)
+
+    def __init__(self, view: LinearLayer, mask: FrozenMask, dense: np.ndarray, max_cycles: int) -> None:
+        super().__init__()
+        self.path, self.layer = view.path, view.layer
+        self.view = view
+        self.mask = mask
+        self.dense = view.matrix(dense)
+        self.max_cycles = max_cycles
+
+    @property
+    def support(self) -> np.ndarray:
+        return self.view.matrix(read(self.mask.keep))
+
+    def understands(self, inputs: tf.Tensor, outputs: tf.Tensor) -> bool:
+        return self.view.computes(inputs, outputs)
+
+    def sums(self) -> _NormalEquations:
+        return _NormalEquations(self, ones=True)
+
+    def values(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.view.matrix(self.view.ref.numpy())), np.array(self.support)
+
+    def put(self, start: Any, change: tuple[np.ndarray, np.ndarray], length: float) -> None:
+        self.restore(change)
+
+    def restore(self, start: Any) -> None:
+        matrix, keep = start
+        self.view.write(matrix, None)
+        self.mask.keep.assign(self.view.kernel(keep))
+
+    def swaps(self, gram: np.ndarray, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """New weights and mask from X'X and X'E, where the last input is always one."""
+        count, matrix, keep = gram[-1, -1], *self.values()
+        mean, square = gram[-1, :-1] / count, np.diagonal(gram)[:-1] / count
+        moved = swap_masks(self.dense, keep, mean, square, self.max_cycles)
+        change = np.where(moved, self.dense, 0.0) - matrix
+        # The mean alone can come back at the price of a larger variance.
+        better = np.sum(change * (gram[:-1, :-1] @ change - 2.0 * residual[:-1]), axis=0) < 0.0
+        if not better.any():
+            return None
+        return np.where(better, np.where(moved, self.dense, 0.0), matrix), np.where(better, moved, keep)
+
+
+class _NormalEquations:
+    """X'X and X'E of a layer, in two halves: X its inputs now, E what its linear output lacks.
+
+    `ones` adds an input that is always one: for the bias, and for the means of the others.
+    """
+
+    def __init__(self, kernel: _Kernel | _MaskSwaps, ones: bool) -> None:
         self._kernel = kernel
+        self._ones = ones
         inputs, outputs = kernel.support.shape
-        self._width = inputs + kernel.has_bias
+        self._width = inputs + ones
         self._grams = tuple(np.zeros((self._width, self._width), np.float32) for _ in range(2))
         self._residuals = tuple(np.zeros((self._width, outputs), np.float32) for _ in range(2))
         self._enough = max(20_000, 10 * inputs)
@@ -379,30 +464,32 @@ class _NormalEquations:
             rows, dense_rows = tf.gather(rows, chosen), tf.gather(dense_rows, chosen)
         wanted = self._linear(dense_rows, dense)
         lacking = wanted - self._linear(rows, None)
-        if self._kernel.has_bias:
+        if self._ones:
             rows = tf.concat([rows, tf.ones((rows.shape[0], 1))], axis=1)
         self._grams[half][...] += tf.matmul(rows, rows, transpose_a=True).numpy()
         self._residuals[half][...] += tf.matmul(rows, lacking, transpose_a=True).numpy()
 
-    def solve(self) -> np.ndarray | None:
-        if self._kernel.method == "obs":
-            return self._obs()
-        support = self._kernel.support
-        if self._kernel.has_bias:
+    def solve(self) -> Any:
+        kernel = self._kernel
+        if isinstance(kernel, _MaskSwaps):
+            return kernel.swaps(self._grams[0] + self._grams[1], self._residuals[0] + self._residuals[1])
+        if kernel.method == "obs":
+            return self._obs(kernel)
+        support = kernel.support
+        if self._ones:
             support = np.concatenate([support, np.ones((1, support.shape[1]), np.bool_)])
         if not self._residuals[1].any():
             return None
         return solve_with_held_out(self._grams, self._residuals, support)  # type: ignore[arg-type]
 
-    def _obs(self) -> np.ndarray | None:
-        kernel = self._kernel
+    def _obs(self, kernel: _Kernel) -> np.ndarray | None:
         if self._dense is None:
             return None
         gram, residual = self._grams[0] + self._grams[1], self._residuals[0] + self._residuals[1]
         inputs = kernel.support.shape[0]
         new = obs_rows(gram[:inputs, :inputs], kernel.view.matrix(self._dense), kernel.support)
         change = new - kernel.view.matrix(kernel.view.ref.numpy())
-        if not kernel.has_bias:
+        if not self._ones:
             return change
         # The last row belongs to an input that is always one: what is lacking on average then goes to the bias.
         missing = (residual[inputs] - gram[inputs, :inputs] @ change) / gram[inputs, inputs]
