@@ -169,6 +169,26 @@ def test_units_whose_squared_error_would_rise_keep_their_masks():
     np.testing.assert_array_equal(sparsekit.masks_of(model)[path], masks[path])
 
 
+@both
+def test_each_unit_is_judged_for_itself(flavour):
+    """The first unit sees inputs with means, the second one inputs that hardly have any: only the first one swaps."""
+    k = KERAS[flavour]
+    data = np.hstack([ROWS[:24, :12], np.concatenate([1.1 * np.eye(12), -np.eye(12)])]).astype("float32")
+    weights = np.zeros((24, 2), "float32")
+    weights[:12, 0] = weights[12:, 1] = np.random.default_rng(1).normal(size=12)
+    keep = np.abs(weights) > np.median(np.abs(weights[:12, 0]))
+    model = k.Sequential([k.layers.Input((24,)), k.layers.Dense(2, use_bias=False)])
+    model.set_weights([weights])
+    (path,) = values(model)
+    attach(model, MaskSet([Mask(path, keep)]))
+    swapped = swap_masks(weights, keep, data.mean(axis=0), np.square(data).mean(axis=0))
+    assert (swapped != keep).any(axis=0).all()
+    assert reconstruct(model, data, method="dsnot", reference=[weights]).changed == (path,)
+    after = sparsekit.masks_of(model)[path]
+    np.testing.assert_array_equal((after != keep).any(axis=0), [True, False])
+    np.testing.assert_array_equal(values(model)[path], np.where(after, weights, 0))
+
+
 def test_a_swap_that_makes_the_layer_worse_is_put_back(monkeypatch):
     model = dense_model("keras")
     sparsekit.prune(model, 0.6)
