@@ -74,16 +74,16 @@ class KeepOnlyOp : public OpKernel {
   using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* context) override {
-    const Tensor value = context->input(0);
+    // No copy of the input is held here: it would count as a reader.
+    const tensorflow::TensorShape shape = context->input(0).shape();
+    const float* from = Floats(context->input(0));
     const Tensor& keep = context->input(1);
-    OP_REQUIRES(context, keep.shape() == value.shape(),
-                InvalidArgument("keep has shape ", keep.shape().DebugString(), ", the value ",
-                                value.shape().DebugString()));
-    const float* from = Floats(value);
+    OP_REQUIRES(context, keep.shape() == shape,
+                InvalidArgument("keep has shape ", keep.shape().DebugString(), ", the value ", shape.DebugString()));
     Tensor* out = nullptr;
-    OP_REQUIRES_OK(context, context->forward_input_or_allocate_output({0}, 0, value.shape(), &out));
+    OP_REQUIRES_OK(context, context->forward_input_or_allocate_output({0}, 0, shape, &out));
     float* to = Floats(out);
-    InBlocks(context, value.NumElements(),
+    InBlocks(context, shape.num_elements(),
              [&](int64_t begin, int64_t end) { KeepOnly(Bytes(keep), from, to, begin, end); });
   }
 };
