@@ -14,6 +14,7 @@ from models import KERAS, X, Y, assert_held, assert_moved, both, mlp, values, wa
 
 import sparsekit
 from sparsekit.errors import FileError, SparsekitWarning
+from sparsekit.files.checksums import FLAVOUR, NAME
 from sparsekit.files.masks_group import GROUP
 from sparsekit.flavour import flavour_of
 from sparsekit.frozen import frozen_masks
@@ -102,6 +103,8 @@ def test_masks_that_something_else_trained_over_are_applied_with_a_warning(flavo
             lambda name, item: kernels.append(item) if isinstance(item, h5py.Dataset) and item.ndim == 2 else None
         )
         kernels[0][...] = 1.0
+        # As a file is that was written without checksums.
+        del file[NAME], file.attrs[FLAVOUR]
     with pytest.warns(SparsekitWarning, match="24 weights .* not zero where its masks say so"):
         loaded = sparsekit.load(tmp_path / "model.h5")
     assert sparsekit.report(loaded).violations == 0

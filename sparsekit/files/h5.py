@@ -9,12 +9,11 @@ from typing import Any
 import h5py
 
 from ..errors import FileError
+from .checksums import FLAVOUR, expect_checksums
 from .hdf5_index import Group
 from .masks_group import GROUP, unpacked
 from .stored import StoredArray, StoredMask, StoredModel
 
-# Attribute that says of which Keras the model was that sparsekit saved.
-FLAVOUR = "sparsekit_flavour"
 _OPTIMIZER = "optimizer_weights"
 _ASIDE = "sparsekit_optimizer_weights"
 
@@ -35,6 +34,7 @@ def read_h5(file: Group) -> StoredModel:
     Raises:
         FileError: if the file is damaged.
     """
+    expect_checksums(file)
     path = file.path
     config = _json(file, "model_config")
     if config is not None and not isinstance(config, dict):

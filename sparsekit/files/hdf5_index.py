@@ -31,7 +31,7 @@ class Dataset:
     Args:
         path: the file.
         name: path of the array inside the file.
-        entry: shape, dtype and place, as found by the other process.
+        entry: shape, dtype and place, as found by the other process, and the checksum of its values if there is one.
     """
 
     path: Path
@@ -87,11 +87,15 @@ class Dataset:
         self.check()
         try:
             if self.entry["layout"] == "contiguous":
-                return self._contiguous(start, stop)
-            values = self._inline() if self.entry["layout"] == "inline" else self._chunked()
-            return values if start == 0 and stop is None else values[start:stop]
+                values = self._contiguous(start, stop)
+            else:
+                values = self._inline() if self.entry["layout"] == "inline" else self._chunked()
+                values = values if start == 0 and stop is None else values[start:stop]
         except (OSError, ValueError, IndexError, TypeError, zlib.error) as error:
             raise FileError(f"'{self.path}' is damaged: '{self.name}' cannot be read.") from error
+        if "crc" in self.entry and zlib.crc32(np.ascontiguousarray(values).data) != self.entry["crc"]:
+            raise FileError(changed(self.path, f"'{self.name}'"))
+        return values
 
     def _contiguous(self, start: int, stop: int | None) -> np.ndarray:
         count = math.prod(self.shape)
@@ -130,6 +134,14 @@ class Dataset:
                 target = tuple(slice(p, min(p + c, n)) for p, c, n in zip(place, chunk, self.shape, strict=True))
                 values[target] = piece[tuple(slice(0, s.stop - s.start) for s in target)]
         return values
+
+
+def changed(path: Path, what: str) -> str:
+    """One sentence for a file that is not as sparsekit wrote it."""
+    return (
+        f"'{path}' is damaged: {what} has changed since sparsekit wrote the file; get it again from where it came or, "
+        "if you changed it on purpose, open it with plain Keras and save it anew."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,16 +199,25 @@ class Group:
                 raise FileError(f"'{self.path}' links '{name}' to another place, which is not followed.")
         return here
 
+    def groups(self) -> list[Group]:
+        """Every group below this one, at any depth."""
+        found: list[Group] = []
+        for name, entry in self.members.items():
+            if "members" in entry:
+                group = Group(
+                    self.path, f"{self.name}/{name}" if self.name else name, entry["attributes"], entry["members"]
+                )
+                found += [group, *group.groups()]
+        return found
+
     def datasets(self) -> list[Dataset]:
         """Every array below this group, at any depth."""
-        found: list[Dataset] = []
-        for name, entry in self.members.items():
-            path = f"{self.name}/{name}" if self.name else name
-            if "members" in entry:
-                found += Group(self.path, path, entry["attributes"], entry["members"]).datasets()
-            elif "shape" in entry:
-                found.append(Dataset(self.path, path, entry))
-        return found
+        return [
+            Dataset(self.path, f"{group.name}/{name}" if group.name else name, entry)
+            for group in (self, *self.groups())
+            for name, entry in group.members.items()
+            if "shape" in entry
+        ]
 
 
 def index(path: Path) -> Group:

@@ -15,8 +15,9 @@ from ..errors import FileError, SparsekitWarning
 from ..flavour import Flavour, flavour_of
 from ..frozen import frozen_masks
 from .atomic import replacing
+from .checksums import FLAVOUR, add_checksums
 from .compiling import spell_out
-from .h5 import FLAVOUR, set_optimizer_aside
+from .h5 import set_optimizer_aside
 from .masks_group import MEMBER, pack, write_masks
 from .sparse_file import write_sparse
 
@@ -76,6 +77,7 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
                         spell_out(file, flavour)
                     file.attrs[FLAVOUR] = flavour.name
                     write_masks(file, model)
+                add_checksums(temporary)
         except NotImplementedError as error:
             raise FileError(
                 f"'{type(model).__name__}' has no get_config(), which a file needs to rebuild it; "
