@@ -265,7 +265,7 @@ def test_seeds_are_no_values(capsys):
 
 def test_inspect_prints_paths_that_include_takes(capsys):
     """Keras 2 gives a weight another name than its layer has where a name came twice in one process."""
-    sparsekit.save(network(), "named.h5")
+    network().save("named.h5")
     with h5py.File("named.h5", "r+") as file:
         group = file["model_weights/conv"]
         names = [name.decode() if isinstance(name, bytes) else name for name in group.attrs["weight_names"]]
