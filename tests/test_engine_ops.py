@@ -508,26 +508,33 @@ def normal(words):
     return np.stack([sine * radius, cosine * radius], 1).reshape(-1)
 
 
+def uniform(words):
+    """Each 16-bit half of a word, as a signed number, to the middle of its interval in (-1, 1)."""
+    halves = words.reshape(-1).astype("<u4").view("<i2")
+    return ((2 * halves.astype(np.int64) + 1) / 65536).astype(np.float32)
+
+
 SEED, STEP, INDEX = (-5, 7_000_000_000), 12345, 3
 
 
 @with_engine
-@pytest.mark.parametrize("size", [0, 1, 5, 127, 128, 129, 40003])
+@pytest.mark.parametrize("size", [0, 1, 5, 255, 256, 257, 40003])
 @pytest.mark.parametrize("distribution", ["uniform", "normal"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_noise_is_what_its_reference_draws(size, distribution, masked):
     rng = np.random.default_rng(size)
     weight, keep = rng.normal(size=size).astype(np.float32), rng.random(size) < 0.5
     words = philox(SEED, STEP, INDEX, -(-size // 4))
-    drawn = 2 * unit(words.reshape(-1)) - 1 if distribution == "uniform" else normal(words)
+    drawn = uniform(words) if distribution == "uniform" else normal(words)
     expected = weight + np.float32(0.1) * drawn[:size]
     if masked:
-        expected = np.where(keep, expected, weight)
+        expected = np.where(keep, expected, 0)
     arguments = {"seed": SEED, "step": STEP, "index": INDEX, "amplitude": 0.1, "distribution": distribution}
     arguments["keep"] = keep if masked else None
     variable = tf.Variable(weight)
     engine.noise_update(variable, **arguments)
     assert np.array_equal(variable.numpy(), expected)
+    assert not np.signbit(variable.numpy()[variable.numpy() == 0]).any()
     assert np.array_equal(engine.noised(weight, **arguments), expected)
 
 
@@ -536,8 +543,10 @@ def test_noise_has_the_numbers_of_tensorflows_stateless_ops():
     key, counter = engine.noise_key_counter(SEED, STEP, INDEX)
     size, zeros = 10_001, np.zeros(10_001, np.float32)
     arguments = {"seed": SEED, "step": STEP, "index": INDEX, "amplitude": 1.0}
-    uniform = tf.raw_ops.StatelessRandomUniformV2(shape=[size], key=key, counter=counter, alg=1)
-    assert np.array_equal(engine.noised(zeros, **arguments), 2 * uniform - 1)
+    words = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[size // 2 + 1], key=key, counter=counter, alg=1, dtype=tf.uint32
+    )
+    assert np.array_equal(engine.noised(zeros, **arguments), uniform(words.numpy())[:size])
     drawn = tf.raw_ops.StatelessRandomNormalV2(shape=[size], key=key, counter=counter, alg=1)
     np.testing.assert_allclose(engine.noised(zeros, distribution="normal", **arguments), drawn, atol=4e-6)
 
@@ -552,8 +561,15 @@ def test_noise_differs_by_seed_step_and_weight_and_looks_random():
     ]
     assert np.abs(np.corrcoef(draws) - np.eye(5)).max() < 0.03
     assert abs(draws[0].mean()) < 0.01
-    assert abs(draws[0].std() - 1 / np.sqrt(3)) < 0.01, "uniform in [-1, 1) has variance 1/3"
-    assert (draws[0].min() >= -1, draws[0].max() < 1) == (True, True)
+    assert abs(draws[0].std() - 1 / np.sqrt(3)) < 0.01, "uniform in (-1, 1) has variance 1/3"
+    assert (draws[0].min() > -1, draws[0].max() < 1) == (True, True)
+    # Pearson's statistic over 256 bins has 255 degrees of freedom. Nor is a number echoed by one that shares its word,
+    # its group of words or its registers.
+    counts = np.histogram(draws[0], 256, (-1, 1))[0]
+    expected = zeros.size / 256
+    assert abs(np.sum((counts - expected) ** 2 / expected) - 255) < 5 * np.sqrt(2 * 255)
+    for lag in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        assert abs(np.mean(draws[0][lag:] * draws[0][:-lag])) < 5 / 3 / np.sqrt(zeros.size), lag
     bell = engine.noised(zeros, distribution="normal", **base).numpy()
     assert abs(bell.std() - 1) < 0.02
     assert 0.94 < (np.abs(bell) < 1.96).mean() < 0.96

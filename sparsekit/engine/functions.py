@@ -216,8 +216,8 @@ def noise_update(
         step: integer scalar; its lower 32 bits count.
         index: number of this variable among those that are updated with one seed.
         amplitude: scalar: half the width of the uniform noise, or the standard deviation of the normal one.
-        keep: bool of the variable's shape, True = may move; None moves all.
-        distribution: "uniform" in [-amplitude, amplitude) or "normal".
+        keep: bool of the variable's shape, True = may move; elsewhere +0.0 is written. None moves all.
+        distribution: "uniform" in (-amplitude, amplitude), of 2**16 values, or "normal".
 
     Raises:
         ArgumentError: an unknown distribution, or a variable that is not float32.
@@ -252,8 +252,9 @@ def noised(
 def noise_key_counter(seed: Any, step: Any, index: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Key and counter with which TensorFlow's own stateless ops draw the numbers of `noise_update`.
 
-    `w + amplitude * (2 * StatelessRandomUniformV2(shape, key, counter, alg=1) - 1)` is `noise_update` bit for bit;
-    with StatelessRandomNormalV2 the two agree to rounding.
+    With the signed 16-bit halves h of `StatelessRandomUniformFullIntV2` with alg=1, lower half first,
+    `w + amplitude * ((2 * h + 1) / 2**16)` is `noise_update` bit for bit; with `StatelessRandomNormalV2` the two agree
+    to rounding.
 
     Args:
         seed: two integers; their lower 32 bits count.

@@ -1,9 +1,10 @@
 // Random noise, mask and update in one pass over a weight.
 //
 // Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"). Key: the two seeds.
-// Counter words 0 and 1: the number of the group of four elements; word 2: the weight's index; word 3: the step. So an
+// Counter words 0 and 1: the number of the group of four words; word 2: the weight's index; word 3: the step. So an
 // element's number depends on (seeds, step, weight, position) alone. The words are those of TensorFlow's stateless ops for
-// the same key and counter; uniform numbers are equal bit for bit, normal ones to rounding.
+// the same key and counter. A uniform number takes half a word, 16 bits: the generator is most of the cost. They equal
+// what TensorFlow's ops give bit for bit, normal numbers (a word each) to rounding.
 
 #include <cmath>
 
@@ -29,6 +30,7 @@ using simd::IntVector;
 using simd::kBytes;
 using simd::kWidth;
 using simd::Vector;
+using simd::WordVector;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
@@ -43,8 +45,6 @@ constexpr int kBatches = 4;               // registers that go through Philox to
 #else
 constexpr int kBatches = 2;
 #endif
-constexpr int kElements = 4 * kGroups * kBatches;
-constexpr int kVectors = kElements / kWidth;
 constexpr int64_t kBlock = 16384;         // elements of one piece of work
 
 // Product of the lower halves of each 64-bit lane.
@@ -55,6 +55,17 @@ SPARSEKIT_INLINE LongVector MultiplyLow(LongVector a, LongVector b) {
   return reinterpret_cast<LongVector>(_mm256_mul_epu32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #else
   return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+// The upper half of each 64-bit lane in its lower half; the upper half is noise. Shifts wait for the multiplier's port.
+SPARSEKIT_INLINE LongVector Upper(LongVector a) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<LongVector>(_mm512_shuffle_epi32(reinterpret_cast<__m512i>(a), _MM_PERM_DDBB));
+#elif defined(__AVX2__)
+  return reinterpret_cast<LongVector>(_mm256_shuffle_epi32(reinterpret_cast<__m256i>(a), 0xF5));
+#else
+  return a >> 32;
 #endif
 }
 
@@ -127,9 +138,9 @@ SPARSEKIT_INLINE void Philox(const Stream& stream, uint64_t first, LongVector wo
     for (int b = 0; b < kBatches; ++b) {
       const LongVector product0 = MultiplyLow(c[b][0], multiplier0);
       const LongVector product1 = MultiplyLow(c[b][2], multiplier1);
-      c[b][0] = (product1 >> 32) ^ c[b][1] ^ stream.key0[round];
+      c[b][0] = Upper(product1) ^ c[b][1] ^ stream.key0[round];
       c[b][1] = product1;
-      c[b][2] = (product0 >> 32) ^ c[b][3] ^ stream.key1[round];
+      c[b][2] = Upper(product0) ^ c[b][3] ^ stream.key1[round];
       c[b][3] = product0;
     }
   }
@@ -138,7 +149,7 @@ SPARSEKIT_INLINE void Philox(const Stream& stream, uint64_t first, LongVector wo
   }
 }
 
-// One after another in memory order: kElements numbers in [1, 2) as four vectors.
+// Numbers in [1, 2).
 SPARSEKIT_INLINE Vector OneToTwo(LongVector bits) {
   return reinterpret_cast<Vector>((bits & 0x007fffff007fffffu) | 0x3f8000003f800000u);
 }
@@ -159,15 +170,30 @@ SPARSEKIT_INLINE void ZipPairs(Vector a, Vector b, Vector* low, Vector* high) {
 }
 
 struct Uniform {
-  // 2 u - 1 of u in [0, 1): no operation rounds.
-  static SPARSEKIT_INLINE void Draw(const LongVector words[4], Vector out[2]) {
-    const Vector first = OneToTwo(Pair(words[0], words[1]));
-    const Vector second = OneToTwo(Pair(words[2], words[3]));
-    ZipPairs(first * 2.0f - 3.0f, second * 2.0f - 3.0f, &out[0], &out[1]);
+  static constexpr int kPerWord = 2;
+
+  // (2 h + 1) / 65536 of each half h as a signed number, the lower half first: mean exactly zero, and nothing rounds.
+  static SPARSEKIT_INLINE void Draw(const LongVector words[4], Vector out[4]) {
+    Vector ordered[2];
+    ZipPairs(reinterpret_cast<Vector>(Pair(words[0], words[1])), reinterpret_cast<Vector>(Pair(words[2], words[3])),
+             &ordered[0], &ordered[1]);
+    for (int i = 0; i < 2; ++i) {
+      const WordVector bits = reinterpret_cast<WordVector>(ordered[i]);
+      const Vector low = Scaled((bits << 16) | 0x8000u);
+      const Vector high = Scaled((bits & 0xffff0000u) | 0x8000u);
+      out[2 * i] = simd::ZipLow(low, high);
+      out[2 * i + 1] = simd::ZipHigh(low, high);
+    }
+  }
+
+  static SPARSEKIT_INLINE Vector Scaled(WordVector bits) {
+    return __builtin_convertvector(reinterpret_cast<IntVector>(bits), Vector) * 0x1p-31f;
   }
 };
 
 struct Normal {
+  static constexpr int kPerWord = 1;
+
   // Box-Muller: radius sqrt(-2 log u) of the pair's first number, angle 2 pi v of its second; sine, then cosine.
   static SPARSEKIT_INLINE void Draw(const LongVector words[4], Vector out[2]) {
     // Gather the first numbers of all pairs into one vector and the second numbers into another.
@@ -232,43 +258,44 @@ struct Normal {
   }
 };
 
-SPARSEKIT_INLINE Vector SelectKept(const uint8_t* keep, Vector yes, Vector no) {
+SPARSEKIT_INLINE Vector KeepOnly(const uint8_t* keep, Vector value) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keep));
   const __mmask16 kept = _mm_test_epi8_mask(bytes, bytes);
-  return reinterpret_cast<Vector>(
-      _mm512_mask_blend_ps(kept, reinterpret_cast<__m512>(no), reinterpret_cast<__m512>(yes)));
+  return reinterpret_cast<Vector>(_mm512_maskz_mov_ps(kept, reinterpret_cast<__m512>(value)));
 #elif defined(__AVX2__)
   const __m256i lanes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(keep)));
-  return simd::Select(reinterpret_cast<IntVector>(lanes) != 0, yes, no);
+  return simd::Select(reinterpret_cast<IntVector>(lanes) != 0, value, Vector{});
 #else
   IntVector lanes;
   for (int i = 0; i < kWidth; ++i) lanes[i] = keep[i];
-  return simd::Select(lanes != 0, yes, no);
+  return simd::Select(lanes != 0, value, Vector{});
 #endif
 }
 
-// to = from + amplitude * noise where kept, from elsewhere, for the elements [begin, end); begin is a multiple of 4.
+// to = from + amplitude * noise where kept, +0 elsewhere, for the elements [begin, end); begin is a multiple of kBlock.
 template <typename Distribution>
 void AddNoise(const Stream& stream, float amplitude, const uint8_t* keep, const float* from, float* to, int64_t begin,
               int64_t end) {
+  constexpr int kVectors = 2 * Distribution::kPerWord;  // of one batch
+  constexpr int kElements = kBatches * kVectors * kWidth;
+  static_assert(kBlock % kElements == 0, "a worker begins with a whole group of words");
   const Vector scale = Broadcast(amplitude);
   for (int64_t at = begin; at < end; at += kElements) {
     LongVector words[kBatches][4];
-    Philox(stream, static_cast<uint64_t>(at / 4), words);
-    Vector noise[kVectors];
-    for (int b = 0; b < kBatches; ++b) Distribution::Draw(words[b], noise + 2 * b);
+    Philox(stream, static_cast<uint64_t>(at / (4 * Distribution::kPerWord)), words);
+    Vector noise[kBatches * kVectors];
+    for (int b = 0; b < kBatches; ++b) Distribution::Draw(words[b], noise + kVectors * b);
     if (at + kElements <= end) {
-      for (int j = 0; j < kVectors; ++j) {
-        const Vector weight = simd::Load(from + at + j * kWidth);
-        Vector moved = weight + Times(scale, noise[j]);
-        if (keep != nullptr) moved = SelectKept(keep + at + j * kWidth, moved, weight);
+      for (int j = 0; j < kBatches * kVectors; ++j) {
+        Vector moved = simd::Load(from + at + j * kWidth) + Times(scale, noise[j]);
+        if (keep != nullptr) moved = KeepOnly(keep + at + j * kWidth, moved);
         simd::Store(to + at + j * kWidth, moved);
       }
     } else {
       alignas(kBytes) float rest[kElements];
-      for (int j = 0; j < kVectors; ++j) simd::StoreAligned(rest + j * kWidth, Times(scale, noise[j]));
-      for (int64_t i = at; i < end; ++i) to[i] = keep == nullptr || keep[i] ? from[i] + rest[i - at] : from[i];
+      for (int j = 0; j < kBatches * kVectors; ++j) simd::StoreAligned(rest + j * kWidth, Times(scale, noise[j]));
+      for (int64_t i = at; i < end; ++i) to[i] = keep == nullptr || keep[i] ? from[i] + rest[i - at] : 0.0f;
     }
   }
 }

@@ -111,7 +111,7 @@ class Noise(Rule):
 
 
 class UniformNoise(Noise):
-    """Add a uniform random number from [-scale, scale) to each weight.
+    """Add a uniform random number from (-scale, scale) to each weight.
 
     Args:
         scale: half width of the interval, or a function of the step (int64 scalar) that gives it.

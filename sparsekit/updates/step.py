@@ -122,7 +122,7 @@ class UpdateStep:
         self._strategy = strategy or tf.distribute.get_strategy()
         self._seed = seed
         self._counts = counts
-        # The noise op leaves a masked position as it is, and so must find it at zero.
+        # The first pass shall already see zeros; after it, each update writes them.
         frozen_masks(model).apply()
         with self._strategy.scope():
             self._count = tf.Variable(
