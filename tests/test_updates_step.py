@@ -300,6 +300,35 @@ def test_the_callback_works_beside_an_optimizer(flavour):
     assert history.history["mae"][0] == pytest.approx(plain["mae"], rel=0.05)
 
 
+@pytest.mark.parametrize("settings", [{}, {"steps_per_execution": 2}, {"jit_compile": True}], ids=str)
+@both
+def test_gradient_steps_and_noise_together_hold_zeros_in_an_ordinary_fit(flavour, settings):
+    """Adam, warmed before the prune, pushes masked weights in each batch; every callback after ours sees zeros."""
+    optimizer = KERAS[flavour].optimizers.Adam(0.01, use_ema=True)
+    model = pruned(models.warmed(models.mlp(flavour, optimizer, **settings)))
+    masks, before = frozen_masks(model).to_masks(), values(model)
+    callback = WeightUpdate(UniformNoise(1e-3), every=4)
+    watcher = models.each_batch(flavour, lambda: models.assert_held(model, masks))
+    model.fit(X, Y, batch_size=16, epochs=2, callbacks=[callback, watcher], verbose=0)
+    assert callback.updates == 2
+    assert watcher.calls == 8 // settings.get("steps_per_execution", 1)
+    models.assert_held(model, masks)
+    models.assert_moved(model, masks, before)
+
+
+@both
+def test_the_callback_adds_its_noise_to_the_gradient_step(flavour):
+    results = []
+    for callbacks in ([WeightUpdate(UniformNoise(0.1), seed=3)], []):
+        model = pruned(models.mlp(flavour, KERAS[flavour].optimizers.Adam(0.01), jit_compile=False))
+        sparsekit.retrain(model, (X, Y), batch_size=64, callbacks=callbacks, engine="dense", verbose=0)
+        if not callbacks:
+            update_step(model, UniformNoise(0.1), seed=3)()
+        results.append(list(values(model).values()))
+    for together, in_turn in zip(*results, strict=True):
+        np.testing.assert_array_equal(together, in_turn)
+
+
 def test_the_callback_measures_on_its_own_data_outside_of_the_logs():
     model = pruned(models.mlp("keras", KERAS["keras"].optimizers.SGD(0.0), jit_compile=False))
     plain = model.evaluate(X, Y, batch_size=16, verbose=0)

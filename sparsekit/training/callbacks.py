@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from ..errors import ArgumentError, SparsekitWarning
+from ..frozen import frozen_masks
 from ..updates.rules import as_rule
 from ..updates.step import UpdateStep
 from ..weights import Selector
+from .enforcement import holding
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -21,7 +23,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 class WeightUpdate:
     """Move weights by a rule during an ordinary fit, beside the model's optimizer.
 
-    The rule runs as one compiled function after every `every`-th batch; pruned weights stay zero. With
+    The rule runs as one compiled function after every `every`-th batch. Pruned weights are zero again whenever Keras
+    has called back, and in the end; inside a batch an ordinary fit's optimizer moves them, which `retrain` prevents. With
     `steps_per_execution` above 1 Keras calls back after several batches only: the updates that are due are then made
     together, in the same number, and a warning says so. `retrain(update=...)` and `update_step` have no such limit.
 
@@ -64,6 +67,7 @@ class WeightUpdate:
         self.params: dict[str, Any] = {}
         self._settings = {"include": include, "exclude": exclude, "masks": masks, "seed": seed}
         self._step: UpdateStep | None = None
+        self._hold: Callable[[], None] = _nothing
         self._batches = self._epoch_start = 0
         self._warned = False
         self._batch: tuple = ()
@@ -86,6 +90,7 @@ class WeightUpdate:
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self._step = UpdateStep(self.model, self.rule, counts=False, **self._settings)
+        self._hold = holding(frozen_masks(self.model))
         self._batches = self._epoch_start = 0
         self._warned = False
         # As tensors, so that they are not copied for each update.
@@ -112,6 +117,11 @@ class WeightUpdate:
             )
         for _ in range(due):
             self._step(*self._batch)
+        self._hold()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        # The optimizer may just have written its average over the weights.
+        self._hold()
 
     # tf_keras asks which batch hooks a callback has.
     def _implements_train_batch_hooks(self) -> bool:

@@ -123,6 +123,20 @@ def hold(masks: Iterable[FrozenMask], fused: bool = False) -> None:
     _assign_kept([(mask.variable, mask, 0.0) for mask in masks], fused)
 
 
+def holding(frozen: FrozenMasks) -> Callable[[], None]:
+    """A compiled function that sets the masked positions of weights to zero, to be called outside of any step."""
+    if not frozen:
+        return lambda: None
+    strategy = getattr(native(next(iter(frozen)).variable), "distribute_strategy", None) or tf.distribute.get_strategy()
+    compiled = tf.function(functools.partial(hold, frozen, masking.ready()), autograph=False)
+
+    def run() -> None:
+        with strategy.scope():
+            compiled()
+
+    return run
+
+
 def on_all_replicas(update: Callable[[tf.distribute.Strategy], None]) -> None:
     """Run `update(strategy)` where variables of all replicas can be written, from inside a step or outside."""
     if tf.distribute.in_cross_replica_context():
