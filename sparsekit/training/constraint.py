@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ..engine import masking
 from ..errors import MaskError
 from ..flavour import get
 from ..frozen import keep_only
@@ -40,6 +41,12 @@ class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constr
             raise MaskError(f"inner={inner!r} is no constraint; give an object such as keras.constraints.MaxNorm(2).")
         self.keep: Any = keep
         self.inner = inner
+        self._keep_only = keep_only
+
+    def fuse(self) -> MaskConstraint:
+        """Use the engine's one-pass op, for float32 weights on the CPU."""
+        self._keep_only = masking.keep_only
+        return self
 
     def freeze(self, keep: tf.Variable) -> None:
         """Take over a frozen mask; later changes of it are followed."""
@@ -48,10 +55,10 @@ class MaskConstraint(_KERAS.constraints.Constraint, _TF_KERAS.constraints.Constr
     def __call__(self, w: Any) -> Any:
         if self.keep is not None:
             # Before the inner one, which may look at all positions (a norm), and after it.
-            w = keep_only(self.keep, w)
+            w = self._keep_only(self.keep, w)
         if self.inner is not None:
             w = self.inner(w)
-        return w if self.keep is None or self.inner is None else keep_only(self.keep, w)
+        return w if self.keep is None or self.inner is None else self._keep_only(self.keep, w)
 
     def get_config(self) -> dict[str, Any]:
         inner = None

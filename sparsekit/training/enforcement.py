@@ -226,7 +226,9 @@ def _constrained(enforcement: Enforcement) -> Iterator[None]:
     before = [(frozen.variable, flavour.get_constraint(frozen.variable)) for frozen in enforcement.frozen]
     try:
         for frozen, (variable, constraint) in zip(enforcement.frozen, before, strict=True):
-            flavour.set_constraint(variable, MaskConstraint(frozen.keep, inner=constraint))
+            held = MaskConstraint(frozen.keep, inner=constraint)
+            fused = enforcement.fused and native(variable).dtype == tf.float32
+            flavour.set_constraint(variable, held.fuse() if fused else held)
         yield
     finally:
         for variable, constraint in before:
