@@ -74,12 +74,35 @@ def test_drop_masks_what_is_zero_inside_a_graph(shape) -> None:
 
 
 @needs_ops
+@pytest.mark.parametrize("subtract", [False, True])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_assign_kept_adds_and_masks_and_touches_no_value_read_before(shape, drop, subtract) -> None:
+    assert build.available(), build.reason()
+    keep, values = weights(shape)
+    # Some of the sums are zero.
+    generator = np.random.default_rng(2)
+    delta = np.where(generator.random(shape) < 0.3, -values, generator.normal(size=shape)).astype("float32")
+    weight, mask = tf.Variable(values), tf.Variable(keep)
+    earlier = weight.read_value()
+    masking.assign_kept(weight, mask, -delta if subtract else delta, subtract=subtract, drop=drop)
+    with np.errstate(invalid="ignore"):
+        total = values + delta
+    expected = np.where(keep & (total != 0), total, np.float32(0)) if drop else np.where(keep, total, np.float32(0))
+    assert weight.numpy().tobytes() == expected.tobytes()
+    assert np.array_equal(mask.numpy(), keep & (total != 0) if drop else keep)
+    assert earlier.numpy().tobytes() == values.tobytes()
+
+
+@needs_ops
 def test_shapes_that_do_not_fit_are_refused() -> None:
     assert build.available(), build.reason()
     with pytest.raises(tf.errors.InvalidArgumentError, match="keep has shape"):
         masking.keep_only(tf.constant([True]), tf.constant([1.0, 2.0]))
     with pytest.raises(tf.errors.InvalidArgumentError, match="bool variable of its shape"):
         masking.hold(tf.Variable([1.0, 2.0]), tf.Variable([True]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="what is added"):
+        masking.assign_kept(tf.Variable([1.0, 2.0]), tf.Variable([True, False]), tf.constant([1.0]), subtract=True)
 
 
 def test_without_a_compiler_the_ops_are_not_ready(tmp_path, monkeypatch) -> None:

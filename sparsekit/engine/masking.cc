@@ -88,7 +88,61 @@ class KeepOnlyOp : public OpKernel {
   }
 };
 
-// A variable, in its own memory unless somebody still holds a value that was read from it.
+// A variable and its mask, locked, in their own memory unless somebody still holds a value that was read from them.
+class Masked {
+ public:
+  // `writes_mask`: the mask will be written to as well.
+  absl::Status Lock(OpKernelContext* context, bool writes_mask) {
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 0), &variable_));
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 1), &mask_));
+    variable_->mu()->lock();
+    mask_->mu()->lock();
+    locked_ = true;
+    const Tensor* weight = weight_ = variable_->tensor();
+    const Tensor* keep = keep_ = mask_->tensor();
+    if (!variable_->is_initialized || !mask_->is_initialized || weight->dtype() != tensorflow::DT_FLOAT ||
+        keep->dtype() != tensorflow::DT_BOOL || keep->shape() != weight->shape()) {
+      return InvalidArgument("a float32 variable and a bool variable of its shape are needed");
+    }
+    if (!weight->RefCountIsOne()) {
+      TF_RETURN_IF_ERROR(context->allocate_temp(weight->dtype(), weight->shape(), &fresh_weight_));
+      weight_ = &fresh_weight_;
+    }
+    if (writes_mask && !keep->RefCountIsOne()) {
+      TF_RETURN_IF_ERROR(context->allocate_temp(keep->dtype(), keep->shape(), &fresh_keep_));
+      keep_ = &fresh_keep_;
+      std::memcpy(fresh_keep_.data(), keep->data(), keep->NumElements());
+    }
+    return absl::OkStatus();
+  }
+
+  ~Masked() {
+    if (!locked_) return;
+    mask_->mu()->unlock();
+    variable_->mu()->unlock();
+  }
+
+  const tensorflow::TensorShape& shape() { return variable_->tensor()->shape(); }
+  const float* from() { return Floats(*variable_->tensor()); }
+  float* to() { return Floats(weight_); }
+  uint8_t* keep() { return static_cast<uint8_t*>(keep_->data()); }
+
+  // Call when everything is written.
+  void Commit() {
+    if (weight_ != variable_->tensor()) *variable_->tensor() = fresh_weight_;
+    if (keep_ != mask_->tensor()) *mask_->tensor() = fresh_keep_;
+  }
+
+ private:
+  tensorflow::core::RefCountPtr<tensorflow::Var> variable_;
+  tensorflow::core::RefCountPtr<tensorflow::Var> mask_;
+  Tensor fresh_weight_;
+  Tensor fresh_keep_;
+  Tensor* weight_ = nullptr;  // what to write to
+  Tensor* keep_ = nullptr;
+  bool locked_ = false;
+};
+
 class HoldOp : public OpKernel {
  public:
   explicit HoldOp(OpKernelConstruction* context) : OpKernel(context) {
@@ -96,50 +150,70 @@ class HoldOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* context) override {
-    tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-    tensorflow::core::RefCountPtr<tensorflow::Var> mask;
-    OP_REQUIRES_OK(context, tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 0), &variable));
-    OP_REQUIRES_OK(context, tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 1), &mask));
-    tensorflow::mutex_lock lock(*variable->mu());
-    tensorflow::mutex_lock mask_lock(*mask->mu());
-    Tensor* weight = variable->tensor();
-    Tensor* keep = mask->tensor();
-    OP_REQUIRES(context,
-                variable->is_initialized && mask->is_initialized && weight->dtype() == tensorflow::DT_FLOAT &&
-                    keep->dtype() == tensorflow::DT_BOOL && keep->shape() == weight->shape(),
-                InvalidArgument("hold needs a float32 variable and a bool variable of its shape"));
-    Tensor fresh_weight;
-    Tensor fresh_keep;
-    Tensor* held = weight;
-    Tensor* kept = keep;
-    if (!weight->RefCountIsOne()) {
-      OP_REQUIRES_OK(context, context->allocate_temp(weight->dtype(), weight->shape(), &fresh_weight));
-      held = &fresh_weight;
-    }
-    if (drop_ && !keep->RefCountIsOne()) {
-      OP_REQUIRES_OK(context, context->allocate_temp(keep->dtype(), keep->shape(), &fresh_keep));
-      std::memcpy(fresh_keep.data(), keep->data(), keep->NumElements());
-      kept = &fresh_keep;
-    }
-    const float* from = Floats(*weight);
-    float* to = Floats(held);
-    uint8_t* bytes = static_cast<uint8_t*>(kept->data());
-    InBlocks(context, weight->NumElements(), [&](int64_t begin, int64_t end) {
+    Masked masked;
+    OP_REQUIRES_OK(context, masked.Lock(context, drop_));
+    const float* from = masked.from();
+    float* to = masked.to();
+    uint8_t* keep = masked.keep();
+    InBlocks(context, masked.shape().num_elements(), [&](int64_t begin, int64_t end) {
       for (int64_t at = begin; at < end; at += kLook) {
         const int64_t stop = std::min(end, at + kLook);
-        if (from == to && Holds(bytes, from, at, stop, drop_)) continue;
+        if (from == to && Holds(keep, from, at, stop, drop_)) continue;
         if (drop_) {
-          KeepOnlyAndDrop(bytes, from, to, at, stop);
+          KeepOnlyAndDrop(keep, from, to, at, stop);
         } else {
-          KeepOnly(bytes, from, to, at, stop);
+          KeepOnly(keep, from, to, at, stop);
         }
       }
     });
-    if (held != weight) *weight = fresh_weight;
-    if (kept != keep) *keep = fresh_keep;
+    masked.Commit();
   }
 
  private:
+  bool drop_;
+};
+
+// An optimizer's own write to a variable, `weight += sign * delta`, that leaves what is masked at zero: it spares the
+// pass over the weight that HoldOp needs after it.
+class AssignKeptOp : public OpKernel {
+ public:
+  explicit AssignKeptOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("subtract", &subtract_));
+    OP_REQUIRES_OK(context, context->GetAttr("drop", &drop_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const Tensor& delta = context->input(2);
+    Masked masked;
+    OP_REQUIRES_OK(context, masked.Lock(context, drop_));
+    OP_REQUIRES(context, delta.shape() == masked.shape(),
+                InvalidArgument("the variable has shape ", masked.shape().DebugString(), ", what is added ",
+                                delta.shape().DebugString()));
+    const float* from = masked.from();
+    const float* by = Floats(delta);
+    float* to = masked.to();
+    uint8_t* keep = masked.keep();
+    InBlocks(context, masked.shape().num_elements(), [&](int64_t begin, int64_t end) {
+      // In pieces that stay in the first cache until they are masked.
+      for (int64_t at = begin; at < end; at += kLook) {
+        const int64_t stop = std::min(end, at + kLook);
+        if (subtract_) {
+          for (int64_t i = at; i < stop; ++i) to[i] = from[i] - by[i];
+        } else {
+          for (int64_t i = at; i < stop; ++i) to[i] = from[i] + by[i];
+        }
+        if (drop_) {
+          KeepOnlyAndDrop(keep, to, to, at, stop);
+        } else {
+          KeepOnly(keep, to, to, at, stop);
+        }
+      }
+    });
+    masked.Commit();
+  }
+
+ private:
+  bool subtract_;
   bool drop_;
 };
 
@@ -160,6 +234,16 @@ REGISTER_OP("SparsekitHold")
     .SetIsStateful()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext*) { return absl::OkStatus(); });
 REGISTER_KERNEL_BUILDER(Name("SparsekitHold").Device(tensorflow::DEVICE_CPU), HoldOp);
+
+REGISTER_OP("SparsekitAssignKept")
+    .Input("weight: resource")
+    .Input("keep: resource")
+    .Input("delta: float")
+    .Attr("subtract: bool")
+    .Attr("drop: bool")
+    .SetIsStateful()
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext*) { return absl::OkStatus(); });
+REGISTER_KERNEL_BUILDER(Name("SparsekitAssignKept").Device(tensorflow::DEVICE_CPU), AssignKeptOp);
 
 }  // namespace
 }  // namespace sparsekit

@@ -33,3 +33,17 @@ def hold(variable: tf.Variable, keep: tf.Variable, drop: bool = False) -> None:
         drop: also mask each position that is zero now.
     """
     library().sparsekit_hold(variable.handle, keep.handle, drop=drop)
+
+
+def assign_kept(variable: tf.Variable, keep: tf.Variable, delta: Any, subtract: bool, drop: bool = False) -> Any:
+    """Add to a variable (or subtract from it) in place and set its masked positions to +0.0, in one pass.
+
+    Args:
+        variable: float32 `tf.Variable`.
+        keep: bool `tf.Variable` of the same shape, True = keep.
+        delta: float32 of the same shape.
+        subtract: subtract instead of adding.
+        drop: also mask each position that is zero then.
+    """
+    delta = tf.convert_to_tensor(delta, tf.float32)
+    return library().sparsekit_assign_kept(variable.handle, keep.handle, delta, subtract=subtract, drop=drop)

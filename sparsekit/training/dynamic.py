@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ..engine import masking
-from ..frozen import FrozenMasks, keep_only
+from ..frozen import FrozenMask, FrozenMasks, keep_only
 from ..schedules import Schedule
 from .enforcement import assign, hold, on_all_replicas
 
@@ -20,13 +21,15 @@ class Dynamic(ABC):
     """Holds the masked weights at zero after an update and changes the masks; the same on every replica."""
 
     frozen: FrozenMasks
+    zeros_stay = False
 
     @abstractmethod
-    def __call__(self, updates: Any) -> None:
-        """Hold the weights and change the masks.
+    def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
+        """Hold weights and change the masks.
 
         Args:
             updates: integer tensor, number of optimizer updates so far.
+            masks: masks of the weights to hold; what else there is has been held.
         """
 
     def over(self, frozen: FrozenMasks) -> Dynamic:
@@ -44,15 +47,17 @@ class ZerosStay(Dynamic):
         fused: do it with the engine's one-pass op.
     """
 
+    zeros_stay = True
+
     def __init__(self, frozen: FrozenMasks, fused: bool = False) -> None:
         self.frozen = frozen
         self.fused = fused
 
-    def __call__(self, updates: Any) -> None:
+    def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
         del updates
 
         def update(strategy: tf.distribute.Strategy) -> None:
-            for mask in self.frozen:
+            for mask in masks:
                 assign(strategy, mask.variable, self._hold_and_drop, mask.keep)
 
         on_all_replicas(update)
@@ -89,8 +94,8 @@ class Gradual(Dynamic):
         if schedule.is_update(0):
             self._drop(tf.constant(self._sparsity[0]))
 
-    def __call__(self, updates: Any) -> None:
-        hold(self.frozen, self.fused)
+    def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
+        hold(masks, self.fused)
         updates = tf.cast(tf.convert_to_tensor(updates), tf.int64)
         at = tf.equal(tf.constant(self._steps), updates)
         sparsity = tf.reduce_max(tf.where(at, tf.constant(self._sparsity), tf.zeros([], tf.float64)))

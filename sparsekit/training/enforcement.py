@@ -5,6 +5,8 @@ a step is traced, that method of the user's own optimizer object is wrapped:
 
     mask the gradients -> [clip, update, average, constraints: Keras] -> zero the weights and slots again
 
+(where the update ends with a write that can mask at once, that write does: writes.py).
+
 Masking the gradient alone is not enough: moments collected before the prune push zeros away, and Muon mixes positions.
 Zeroing the weight alone is not enough: a norm to clip by would count pruned positions, and the weight average that
 `use_ema` writes over the model at the end of fit is taken before the weights are zeroed.
@@ -19,7 +21,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -27,11 +29,25 @@ from ..engine import masking
 from ..errors import MaskError
 from ..flavour import Flavour, native, shadowed
 from ..frozen import FrozenMask, FrozenMasks, keep_only
+from .writes import MaskedWrites
 
 MODES = ("gradient", "constraint")
 
 # tf_keras traces with AutoGraph, which has nothing to do in this code; a user's own step inside is still converted.
 _as_written = tf.autograph.experimental.do_not_convert
+
+
+class Choose(Protocol):
+    """Holds masked weights and changes the masks."""
+
+    zeros_stay: bool  # whether all it changes is to mask each weight that is zero after an update
+
+    def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
+        """Hold the weights of `masks`, then change masks; `updates` is the number of optimizer updates so far."""
+
+    def over(self, frozen: FrozenMasks) -> Choose:
+        """The same for other masks."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +58,14 @@ class Enforcement:
         flavour: the model's Keras.
         frozen: the masks to hold.
         mode: `"gradient"` or `"constraint"`.
-        choose: holds the weights instead, and changes the masks; called in the graph after each update with the
-            number of updates so far.
+        choose: holds the weights instead, and changes the masks; called in the graph after each update.
         fused: hold weights and gradients with the engine's one-pass ops.
     """
 
     flavour: Flavour
     frozen: FrozenMasks
     mode: str = "gradient"
-    choose: Callable[[Any], None] | None = None
+    choose: Choose | None = None
     fused: bool = False
 
     @_as_written
@@ -64,13 +79,19 @@ class Enforcement:
             masked.append(gradient if frozen is None else mask_gradient(gradient, frozen.keep, self.fused))
         return masked
 
+    def writes(self) -> MaskedWrites:
+        """A context in which the optimizer's own writes hold the masks where they can."""
+        drop = self.choose is not None and self.choose.zeros_stay
+        return MaskedWrites(self.frozen, self.fused and self.mode == "gradient", drop)
+
     @_as_written
-    def after(self, optimizer: Any) -> None:
+    def after(self, optimizer: Any, writes: MaskedWrites) -> None:
         """Zero what is masked again, let dynamic masks change, and clean the slots of what is masked then."""
+        rest = list(writes.others())
         if self.choose is not None:
-            self.choose(optimizer.iterations)
+            self.choose(optimizer.iterations, rest)
         elif self.mode == "gradient":
-            hold(self.frozen, self.fused)
+            hold(rest, self.fused)
         if self.averages_or_mixes(optimizer):
             self.clean_slots(optimizer)
 
@@ -200,17 +221,20 @@ def _with_masks(optimizer: Any, find: Callable[[], Enforcement]) -> Callable:
     @functools.wraps(original)
     def update(gradients: Any, *args: Any, **kwargs: Any) -> Any:
         enforcement = find()
+        writes = enforcement.writes()
         if takes_pairs:
             pairs = list(gradients)
             variables = [variable for _, variable in pairs]
             masked = enforcement.before(optimizer, [gradient for gradient, _ in pairs], variables)
-            with _rows_unconstrained(enforcement, optimizer, masked, variables):
+            with writes, _rows_unconstrained(enforcement, optimizer, masked, variables):
                 result = original(list(zip(masked, variables, strict=True)), *args, **kwargs)
         else:
             variables = args[0] if args else kwargs.get("trainable_variables")
             known = list(variables) if variables is not None else list(optimizer._trainable_variables)
-            result = original(enforcement.before(optimizer, list(gradients), known), *args, **kwargs)
-        enforcement.after(optimizer)
+            masked = enforcement.before(optimizer, list(gradients), known)
+            with writes:
+                result = original(masked, *args, **kwargs)
+        enforcement.after(optimizer, writes)
         return result
 
     update.unwrapped = original  # type: ignore[attr-defined]
@@ -265,7 +289,7 @@ def _wrapped_train_step(model: Any, enforcement: Enforcement) -> Iterator[None]:
         logs = original(*args, **kwargs)
         hold(enforcement.frozen, enforcement.fused)
         if enforcement.choose is not None:
-            enforcement.choose(getattr(getattr(model, "optimizer", None), "iterations", 0))
+            enforcement.choose(getattr(getattr(model, "optimizer", None), "iterations", 0), enforcement.frozen)
         return logs
 
     with shadowed(model, "train_step", train_step):
