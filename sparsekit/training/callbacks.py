@@ -24,9 +24,10 @@ class WeightUpdate:
     """Move weights by a rule during an ordinary fit, beside the model's optimizer.
 
     The rule runs as one compiled function after every `every`-th batch. Pruned weights are zero again whenever Keras
-    has called back, and in the end; inside a batch an ordinary fit's optimizer moves them, which `retrain` prevents. With
-    `steps_per_execution` above 1 Keras calls back after several batches only: the updates that are due are then made
-    together, in the same number, and a warning says so. `retrain(update=...)` and `update_step` have no such limit.
+    has called back, and in the end; inside a batch an ordinary fit's optimizer moves them, which `retrain` prevents.
+    With `steps_per_execution` above 1 Keras calls back after several batches only: the updates that are due are then
+    made together, in the same number, and a warning says so. `retrain(update=...)` and `update_step` have no such
+    limit.
 
     It is a callback for both Kerases, which ask for its methods and not for its class.
 
