@@ -62,6 +62,37 @@ def unheard_of(config: dict[str, Any]) -> None:
     layers(config)[1]["config"]["lora_of_old"] = None
 
 
+def convolution2d(config: dict[str, Any]) -> None:
+    conv = layers(config)[1]
+    conv["class_name"] = "Convolution2D"
+    conv["config"] = {
+        **{key: conv["config"][key] for key in ("name", "trainable", "activation")},
+        **{"nb_filter": 4, "nb_row": 3, "nb_col": 2, "subsample": [2, 1], "border_mode": "same", "dim_ordering": "tf"},
+        **{"init": "glorot_uniform", "bias": True, "W_constraint": {"name": "MaxNorm", "m": 2, "axis": 0}},
+        **{"W_regularizer": {"name": "WeightRegularizer", "l1": 0.0, "l2": 0.01}, "b_regularizer": None},
+    }
+
+
+def output_dim(config: dict[str, Any]) -> None:
+    without_input_layer(config)
+    for layer in layers(config):
+        old = layer["config"]
+        old["output_dim"] = old.pop("units")
+        old.update(init="uniform", input_dim=None, W_regularizer=None)
+    layers(config)[0]["config"]["input_dtype"] = layers(config)[0]["config"].pop("dtype")
+
+
+def mode(config: dict[str, Any]) -> None:
+    layers(config)[1]["config"].update(mode=0, gamma_init="one", beta_init="zero")
+
+
+def cudnn(config: dict[str, Any]) -> None:
+    inner = layers(config)[1]["config"]["layer"]
+    inner.update(class_name="CuDNNLSTM", module="keras.layers")
+    for keyword in ("activation", "recurrent_activation", "dropout", "recurrent_dropout", "time_major", "unroll"):
+        del inner["config"][keyword]
+
+
 def old_rng(config: dict[str, Any]) -> None:
     layers(config)[2]["config"]["rng_type"] = "stateful"
 
@@ -71,9 +102,46 @@ def chain(*made: Callable[[], Any]) -> Callable[[], Any]:
 
 
 DENSE = chain(lambda: L.Dense(4, input_shape=(5,)), lambda: L.Dense(3))
+
+
+def cudnn_arrays(weights: h5py.Group) -> None:
+    """What cuDNN takes: the matrix of each gate transposed, in Fortran's order, and biases for inputs and for states."""
+    found: list[h5py.Dataset] = []
+    weights.visititems(lambda _, item: found.append(item) if isinstance(item, h5py.Dataset) else None)
+    for array in found:
+        name, values = array.name, array[()]
+        if name.endswith("bias:0"):
+            values = np.concatenate([values - 1, np.ones_like(values)])
+        else:
+            order = "C" if "recurrent" in name else "F"
+            gates = [gate.ravel(order) for gate in np.split(values, 4, axis=1)]
+            shape = (values.shape[0], values.shape[1] // 4)
+            gates = [gate.reshape(shape[::-1]).T if order == "C" else gate.reshape(shape) for gate in gates]
+            values = np.concatenate(gates, axis=1)
+        del weights.file[name]
+        weights.file[name] = values
+
+
+def turned(weights: h5py.Group) -> None:
+    weights.file.attrs["backend"] = "theano"
+    kernels: list[h5py.Dataset] = []
+    weights.visititems(lambda name, item: kernels.append(item) if name.endswith("kernel:0") else None)
+    kernels[0][...] = kernels[0][()][::-1, ::-1]
+
+
+# rule -> what makes the arrays those of an old file.
+ARRAYS: dict[str, Callable[[h5py.Group], None]] = {"CuDNN layer": cudnn_arrays, "kernels of Theano": turned}
 # rule -> a model, and what makes its config an old one.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], None]]] = {
     "list-style Sequential": (DENSE, bare_list),
+    "class of Keras 1": (
+        chain(lambda: L.Conv2D(4, (3, 2), strides=(2, 1), padding="same", input_shape=IMAGE)),
+        convolution2d,
+    ),
+    "keywords of Keras 1": (DENSE, output_dim),
+    "mode of a BatchNormalization": (CONVERTED["BatchNormalization"], mode),
+    "CuDNN layer": (CONVERTED["Bidirectional LSTM"], cudnn),
+    "kernels of Theano": (chain(lambda: L.Conv2D(4, (3, 2), input_shape=IMAGE)), as_it_is),
     "Sequential without InputLayer": (DENSE, without_input_layer),
     "input shape given twice": (DENSE, as_it_is),
     "calls of a nested model": (CONVERTED["nested Sequential"], as_it_is),
@@ -111,6 +179,7 @@ def old_file(rule: str, path: Any) -> tuple[Any, Any]:
         change(config)
         file.attrs["model_config"] = json.dumps(config)
         file.attrs["keras_version"] = "2.1.6"
+        ARRAYS.get(rule, lambda weights: None)(file["model_weights"])
     return model, path
 
 

@@ -43,9 +43,9 @@ def read_h5(file: Group) -> StoredModel:
     if not {"layer_names", "layer_names0"} & set(file.attributes):
         weights = file.group("model_weights") if "model_weights" in file else None
     layers, top_level = [], []
-    version = _text(file, "keras_version")
+    version, backend = _text(file, "keras_version"), _text(file, "backend")
     if weights is not None:
-        version = version or _text(weights, "keras_version")
+        version, backend = version or _text(weights, "keras_version"), backend or _text(weights, "backend")
         layers = [(name, _arrays(weights.group(name))) for name in names(weights, "layer_names")]
         if "top_level_model_weights" in weights:
             top_level = _arrays(weights.group("top_level_model_weights"))
@@ -65,6 +65,7 @@ def read_h5(file: Group) -> StoredModel:
         optimizer=[] if optimizer is None else _arrays(file.group(optimizer)),
         masks=_masks(file, path),
         flavour=_text(file, FLAVOUR) or None,
+        backend=backend,
     )
 
 

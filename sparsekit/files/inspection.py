@@ -152,9 +152,12 @@ def _repairs(stored: StoredModel, custom_objects: dict[str, Any] | None, path: P
     flavours = candidates(stored, custom_objects, None, path)
     check_safe(stored.config, path)
     check_safe(stored.training_config, path)
-    check_known(stored.config, flavours, custom_objects, path)
+    config, applied = stored.config, []
     # A .keras file is opened by the Keras that wrote it.
-    return [] if stored.format == "keras" else repair(stored.config, flavours[0], stored.keras_version)[1]
+    if stored.format != "keras":
+        config, applied = repair(config, flavours[0], stored.keras_version, stored.backend)
+    check_known(config, flavours, custom_objects, path)
+    return applied
 
 
 def _weights(stored: StoredModel) -> list[StoredWeight]:

@@ -186,12 +186,16 @@ def _build(
     settings = stored.config.get("config")
     # The config of a model class of the user's own lists no layers, and the class alone often makes no weights.
     listed = not isinstance(settings, dict) or "layers" in settings
-    check_known(stored.config, flavours, custom_objects, path, "" if listed else _GIVE_MODEL)
     built: dict[str, Any] = {}
     errors: list[FileError] = []
     for one in flavours:
         try:
-            config, _ = repair(stored.config, one, stored.keras_version)
+            config, _ = repair(stored.config, one, stored.keras_version, stored.backend)
+        except FileError as error:
+            errors.append(error)
+            continue
+        check_known(config, flavours, custom_objects, path, "" if listed else _GIVE_MODEL)
+        try:
             built[one.name] = build(stored, config, one, custom_objects, path, safe)
         except FileError as error:
             errors.append(error)

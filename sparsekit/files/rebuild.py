@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FileError
-from ..flavour import Flavour, native
+from ..flavour import Flavour, key_of, native
+from ..weights import all_weights
+from .layouts import convolution, of_today
 from .repairs import plain_name
 from .stored import StoredArray, StoredModel
 
@@ -70,15 +72,26 @@ def put_weights(model: Any, stored: StoredModel, flavour: Flavour, path: Path) -
             f"'{path}' holds weights of {len(groups)} layers, but the model '{model.name}' has {len(layers)} layers "
             "with weights; give the model that the file was saved from: sparsekit.load(path, model=build)."
         )
+    owners = {ref.key: ref.layer for ref in all_weights(model)}
     by_name = {plain_name(name): arrays for name, arrays in groups}
     named = len(by_name) == len(groups) and set(by_name) == {plain_name(layer.name) for layer, _ in layers}
     for (layer, variables), (name, arrays) in zip(layers, groups, strict=True):
         if named:
             name, arrays = layer.name, by_name[plain_name(layer.name)]
+        if [tuple(variable.shape) for variable in variables] != [array.shape for array in arrays]:
+            cells = [flavour.path(v).endswith("/recurrent_kernel") and owners[key_of(v)] for v in variables]
+            arrays = of_today(arrays, [type(cell).__name__ for cell in cells if cell])
         plan += _pair(variables, arrays, flavour, f"layer '{name}'", path)
     own = flavour.top_level_weights(model)
     if own or stored.top_level:
         plan += _pair(own, stored.top_level, flavour, "the model itself", path)
+    plan = [(v, convolution(array, owners.get(key_of(v)), stored.backend)) for v, array in plan]
+    for variable, array in plan:
+        if tuple(variable.shape) != array.shape:
+            raise FileError(
+                f"'{path}' holds '{array.name}' with shape {array.shape}, but '{flavour.path(variable)}' of the model "
+                f"has {tuple(variable.shape)}; give the model that the file was saved from."
+            )
     values = [(variable, array.read()) for variable, array in plan]
     for variable, value in values:
         native(variable).assign(value)
@@ -99,14 +112,7 @@ def _pair(
             "give the model that the file was saved from."
         )
     paired = _by_name([flavour.path(v) for v in variables], [a.name for a in arrays])
-    pairs = [(variable, arrays[position]) for variable, position in zip(variables, paired, strict=True)]
-    for variable, array in pairs:
-        if tuple(variable.shape) != array.shape:
-            raise FileError(
-                f"'{path}' holds '{array.name}' of {where} with shape {array.shape}, but the model's weight has "
-                f"{tuple(variable.shape)}; give the model that the file was saved from."
-            )
-    return pairs
+    return [(variable, arrays[position]) for variable, position in zip(variables, paired, strict=True)]
 
 
 def _by_name(wanted: list[str], found: list[str]) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import FileError
 from ..flavour import Flavour
+from .keras1 import class_of_keras_1, cudnn_layer, kernels_of_theano, keywords_of_keras_1, mode_of_normalization
 
 MODELS = ("Sequential", "Functional", "Model")
 _RECURRENT = ("RNN", "LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "Bidirectional")
@@ -30,12 +31,14 @@ class Node:
         flavour: the Keras that is going to build it.
         version: `(major, minor)` of the Keras that wrote it.
         standalone: whether that was the keras package and not tf.keras.
+        backend: what that Keras ran on, `""` if it is not known.
     """
 
     entry: dict[str, Any]
     flavour: Flavour
     version: tuple[int, int]
     standalone: bool
+    backend: str
 
     @property
     def kind(self) -> str:
@@ -99,13 +102,16 @@ class Applied:
     layer: str
 
 
-def repair(config: dict[str, Any], flavour: Flavour, keras_version: str) -> tuple[dict[str, Any], list[Applied]]:
+def repair(
+    config: dict[str, Any], flavour: Flavour, keras_version: str, backend: str = ""
+) -> tuple[dict[str, Any], list[Applied]]:
     """A copy of a model config that this Keras can read, and what had to change.
 
     Args:
         config: the config as the file has it; it stays as it is.
         flavour: the Keras that is going to build it.
         keras_version: version that wrote it, for example `"2.2.4-tf"`.
+        backend: what that Keras ran on, for example `"theano"`.
 
     Raises:
         FileError: if the config asks for something that this Keras cannot do.
@@ -115,10 +121,11 @@ def repair(config: dict[str, Any], flavour: Flavour, keras_version: str) -> tupl
     version = (numbers + [2, 0][len(numbers) :])[:2]
     applied = []
     try:
-        for entry in _entries(config):
-            node = Node(entry, flavour, (version[0], version[1]), not keras_version.endswith("-tf"))
-            for rule in REPAIRS:
-                if rule.flavour in (None, flavour.name) and rule.fix(node):
+        for rule in REPAIRS:
+            # Each rule sees what the ones before it made of the whole config: a wrapper looks at the class inside.
+            for entry in _entries(config) if rule.flavour in (None, flavour.name) else ():
+                node = Node(entry, flavour, (version[0], version[1]), not keras_version.endswith("-tf"), backend)
+                if rule.fix(node):
                     applied.append(Applied(rule.name, node.name))
     except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise FileError("The model config in the file makes no sense; the file is damaged.") from error
@@ -437,6 +444,11 @@ def _empty_keywords(node: Node) -> bool:
 
 REPAIRS: tuple[Repair, ...] = (
     Repair("list-style Sequential", None, _list_of_layers),
+    Repair("class of Keras 1", None, class_of_keras_1),
+    Repair("keywords of Keras 1", None, keywords_of_keras_1),
+    Repair("mode of a BatchNormalization", None, mode_of_normalization),
+    Repair("CuDNN layer", None, cudnn_layer),
+    Repair("kernels of Theano", None, kernels_of_theano),
     Repair("Sequential without InputLayer", "keras", _missing_input_layer),
     Repair("input shape given twice", "keras", _first_shape_twice),
     Repair("calls of a nested model", "keras", _nested_model_calls),

@@ -64,6 +64,7 @@ class StoredModel:
         optimizer: arrays of the optimizer.
         masks: masks that ride along.
         flavour: the Keras of the model that was saved, where the file says it.
+        backend: what its Keras ran on, where the file says it.
     """
 
     format: str
@@ -75,6 +76,7 @@ class StoredModel:
     optimizer: list[StoredArray]
     masks: list[StoredMask]
     flavour: str | None = None
+    backend: str = ""
 
     @property
     def major(self) -> int:
