@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import models
@@ -17,6 +20,7 @@ from sparsekit.masks import MaskSet
 from sparsekit.updates import CMAES, SPSA, Annealing, EvolutionStrategy, update_step
 from sparsekit.updates.evolution import centered_ranks
 
+ROOT = Path(__file__).resolve().parent.parent
 TARGET = np.float32(X @ np.linspace(-1, 1, 12).reshape(6, 2))
 
 
@@ -132,6 +136,39 @@ def test_the_population_is_seeds_not_copies():
         graph = traced.graph.as_graph_def()
         sizes.add((len(graph.node), sum(len(inner.node_def) for inner in graph.library.function)))
     assert len(sizes) == 1
+
+
+MEMORY = """
+import re
+import keras
+import numpy as np
+from sparsekit.updates import EvolutionStrategy, update_step
+
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
+
+
+x, y = np.ones((2, 1000), "float32"), np.ones((2, 1000), "float32")
+peaks = []
+for population in (4, 100):
+    model = keras.Sequential([keras.layers.Input((1000,)), keras.layers.Dense(1000)])
+    model.compile(loss="mse", jit_compile=False)
+    step = update_step(model, EvolutionStrategy(population))
+    for _ in range(2):
+        step(x, y)
+    peaks.append(peak())
+    del model, step
+print(peaks[1] - peaks[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_peak_memory_does_not_grow_with_the_population():
+    """The kernel has 4 MB; 96 more copies of it would take 366 MiB."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout) < 60
 
 
 def test_spsa_follows_the_slope():
