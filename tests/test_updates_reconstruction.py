@@ -246,6 +246,24 @@ def test_biases_and_statistics_stay_when_asked():
     assert all("dense" in path and path.endswith("kernel") for path in moved)
 
 
+@both
+def test_statistics_and_biases_come_nearer_to_the_dense_outputs(flavour):
+    """Statistics are a row of their own and need no change of a kernel; a bias lowers its layer's error further."""
+    errors = []
+    for bias in (False, True):
+        model = images_model(flavour)
+        prune_half(model)
+        start = values(model)
+        result = reconstruct(model, IMAGES, bias=bias, include=lambda ref: ref.shape == (8, 3))
+        statistics, last = result.rows
+        assert statistics.path.endswith("moving_mean")
+        assert statistics.error_after < 0.9 * statistics.error_before
+        moved = {path.split("/")[-1] for path, value in values(model).items() if (value != start[path]).any()}
+        assert moved == {"moving_mean", "moving_variance", "kernel"} | ({"bias"} if bias else set())
+        errors.append(last.error_after)
+    assert errors[1] < errors[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
