@@ -12,6 +12,7 @@ import numpy as np
 
 from .criteria import Criterion
 from .distributions import Distribution
+from .engine import masking
 from .engine.accelerate import Accelerated
 from .engine.gate import check_engine
 from .errors import ArgumentError, ModelTypeError
@@ -98,7 +99,8 @@ def prune(
         masks = choose_masks(weights, sparsity, scope=scope, earlier=earlier, min_keep=min_keep, seed=seed, **options)
     check_constraints(flavour, model)
     remember_dense(model)
-    bind_constraints(flavour, model, attach(model, masks, dict.fromkeys(masks, sparsity)))
+    in_place = masking.hold if masking.ready() else None
+    bind_constraints(flavour, model, attach(model, masks, dict.fromkeys(masks, sparsity), in_place))
     return model
 
 

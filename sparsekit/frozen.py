@@ -7,7 +7,7 @@ masks go away with it. A second prune writes into the same variables, so that a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,19 @@ class FrozenMasks:
     def to_masks(self) -> MaskSet:
         return MaskSet(frozen.mask() for frozen in self)
 
-    def apply(self) -> None:
-        """Set every masked position to zero; the kept ones do not change."""
+    def apply(self, in_place: Callable[[tf.Variable, tf.Variable], None] | None = None) -> None:
+        """Set every masked position to zero; the kept ones do not change.
+
+        Args:
+            in_place: `in_place(weight, keep)` does so for float32 without a second copy of the weight.
+        """
         for frozen in self:
             variable = native(frozen.variable)
-            variable.assign(keep_only(frozen.keep, variable))
+            replicated = getattr(variable, "distribute_strategy", None) is not None
+            if in_place is not None and variable.dtype == tf.float32 and not replicated:
+                in_place(variable, frozen.keep)
+            else:
+                variable.assign(keep_only(frozen.keep, variable))
 
     def violations(self) -> dict[str, int]:
         """Weights with positions that are masked and not zero: path -> how many."""
@@ -153,8 +161,13 @@ def frozen_masks(model: Any) -> FrozenMasks:
     return found if found is not None else FrozenMasks()
 
 
-def attach(model: Any, masks: MaskSet, targets: Mapping[str, float] | None = None) -> FrozenMasks:
-    """Freeze masks for a model and zero what they mask. Masks that other weights already have stay.
+def attach(
+    model: Any,
+    masks: MaskSet,
+    targets: Mapping[str, float] | None = None,
+    in_place: Callable[[tf.Variable, tf.Variable], None] | None = None,
+) -> FrozenMasks:
+    """Freeze masks for a model and zero what they mask (see FrozenMasks.apply). Masks of other weights stay.
 
     Raises:
         MaskError: for an unknown path or a shape that does not fit; nothing has changed then.
@@ -174,7 +187,7 @@ def attach(model: Any, masks: MaskSet, targets: Mapping[str, float] | None = Non
     frozen = _TABLE.setdefault(model, FrozenMasks())
     for path in masks:
         frozen.put(refs[path], masks.mask(path), (targets or {}).get(path))
-    frozen.apply()
+    frozen.apply(in_place)
     return frozen
 
 
