@@ -142,6 +142,13 @@ class Files(Base):
         known = {id(v) for v in model.weights}
         return [v for v in own if id(v) in known]
 
+    def forget_states(self, model: Any) -> None:
+        """Let stateful recurrent layers begin anew."""
+        for layer in self.layers(model):
+            forget = getattr(layer, "reset_state" if self.is_keras3 else "reset_states", None)
+            if forget is not None and getattr(layer, "stateful", False):
+                forget()
+
     def finalize(self, model: Any) -> None:
         """Let layers that derive something from their weights (Normalization) do it again."""
         for layer in self.layers(model):

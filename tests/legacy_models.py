@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 import tf_keras
 
 L = tf_keras.layers
@@ -19,7 +20,9 @@ def chain(*layers: Any) -> Callable[[], Any]:
 def merged() -> Any:
     x = L.Input((5,))
     a, b = L.Dense(4)(x), L.Dense(4)(x)
-    joined = [kind()([a, b]) for kind in (L.Add, L.Subtract, L.Multiply, L.Average, L.Maximum, L.Concatenate)]
+    joined = [
+        kind()([a, b]) for kind in (L.Add, L.Subtract, L.Multiply, L.Average, L.Maximum, L.Minimum, L.Concatenate)
+    ]
     return tf_keras.Model(x, [*joined, L.Dot(-1)([a, b])])
 
 
@@ -72,6 +75,28 @@ def gru_states() -> Any:
     return tf_keras.Model(x, L.GRU(4)(y, initial_state=h))
 
 
+def functions() -> Any:
+    x = L.Input((5,))
+    return tf_keras.Model(x, tf.nn.relu(L.Dense(5)(x)) * 2.0 + x)
+
+
+def wrapped_model() -> Any:
+    x = L.Input((5,))
+    inner = tf_keras.Model(x, L.Dense(3)(x))
+    return tf_keras.Sequential([L.TimeDistributed(inner, input_shape=SERIES), L.Dense(2)])
+
+
+def crossed() -> Any:
+    x, z = L.Input((1,), dtype="int64"), L.Input((1,), dtype="int64")
+    return tf_keras.Model([x, z], L.Embedding(7, 3)(L.HashedCrossing(7)((x, z))))
+
+
+def words() -> Any:
+    x = L.Input((1,), dtype="string")
+    rows = L.TextVectorization(vocabulary=["a", "b"], output_sequence_length=4)(x)
+    return tf_keras.Model(x, [L.Embedding(6, 3)(rows), L.StringLookup(vocabulary=["a", "c"])(x)])
+
+
 # Those that must become a Keras 3 model.
 CONVERTED: dict[str, Callable[[], Any]] = {
     "Dense": chain(lambda: L.Dense(4, input_shape=(5,)), lambda: L.Dense(3)),
@@ -103,6 +128,12 @@ CONVERTED: dict[str, Callable[[], Any]] = {
     "masked Embedding": chain(lambda: L.Embedding(11, 5, mask_zero=True, input_length=6), lambda: L.GRU(4)),
     "EinsumDense": chain(lambda: L.EinsumDense("abc,cd->abd", (None, 4), bias_axes="d", input_shape=SERIES)),
     "PReLU": chain(lambda: L.PReLU(shared_axes=[1, 2], input_shape=IMAGE)),
+    "ConvLSTM1D": chain(lambda: L.ConvLSTM1D(3, 3, recurrent_activation="sigmoid", input_shape=(4, 6, 2))),
+    "ConvLSTM2D": chain(lambda: L.ConvLSTM2D(3, 3, recurrent_activation="sigmoid", input_shape=(4, 6, 6, 2))),
+    "ConvLSTM3D": chain(lambda: L.ConvLSTM3D(3, 3, recurrent_activation="sigmoid", input_shape=(2, 4, 4, 4, 2))),
+    "RNN of a cell": chain(lambda: L.RNN(L.SimpleRNNCell(4), input_shape=SERIES)),
+    "stateful LSTM": chain(lambda: L.LSTM(4, stateful=True, batch_input_shape=(3, *SERIES))),
+    "TimeDistributed model": wrapped_model,
     "activations": chain(
         lambda: L.Dense(5, input_shape=(5,)),
         lambda: L.LeakyReLU(0.2),
@@ -139,6 +170,48 @@ CONVERTED: dict[str, Callable[[], Any]] = {
         lambda: L.Resizing(10, 10),
         lambda: L.Conv2D(2, 3),
     ),
+    "rows": chain(
+        lambda: L.ZeroPadding1D(3, input_shape=SERIES),
+        lambda: L.MaxPool1D(2),
+        lambda: L.UpSampling1D(2),
+        lambda: L.Cropping1D(1),
+        lambda: L.AveragePooling1D(2),
+        lambda: L.Conv1D(3, 2),
+        lambda: L.GlobalMaxPool1D(),
+    ),
+    "means of rows": chain(lambda: L.Conv1D(3, 2, input_shape=SERIES), lambda: L.GlobalAveragePooling1D()),
+    "means of pictures": chain(
+        lambda: L.AveragePooling2D(2, input_shape=IMAGE), lambda: L.Conv2D(3, 2), lambda: L.GlobalMaxPool2D()
+    ),
+    "volumes": chain(
+        lambda: L.ZeroPadding3D(2, input_shape=(4, 4, 4, 2)),
+        lambda: L.MaxPool3D(2),
+        lambda: L.UpSampling3D(2),
+        lambda: L.Cropping3D(1),
+        lambda: L.AveragePooling3D(2),
+        lambda: L.SpatialDropout3D(0.1),
+        lambda: L.Conv3D(3, 2),
+        lambda: L.GlobalAveragePooling3D(),
+    ),
+    "largest of volumes": chain(lambda: L.Conv3D(3, 2, input_shape=(4, 4, 4, 2)), lambda: L.GlobalMaxPool3D()),
+    "more noise": chain(
+        lambda: L.RandomBrightness(0.1, input_shape=(12, 12, 3)),
+        lambda: L.RandomContrast(0.1),
+        lambda: L.RandomTranslation(0.1, 0.1),
+        lambda: L.RandomZoom(0.1),
+        lambda: L.SpatialDropout2D(0.1),
+        lambda: L.GaussianDropout(0.1),
+        lambda: L.ActivityRegularization(0.1),
+        lambda: L.Identity(),
+        lambda: L.Activation("softplus"),
+        lambda: L.Conv2D(2, 3),
+    ),
+    "bins": chain(lambda: L.Discretization([0.0, 1.0], input_shape=(5,)), lambda: L.Embedding(3, 2)),
+    "hashes": chain(lambda: L.Hashing(5, input_shape=(4,), dtype="int64"), lambda: L.Embedding(5, 3)),
+    "codes": chain(lambda: L.CategoryEncoding(4, input_shape=(3,)), lambda: L.Dense(3)),
+    "numbers": chain(lambda: L.IntegerLookup(vocabulary=[1, 2], input_shape=(4,)), lambda: L.Embedding(5, 3)),
+    "words": words,
+    "crossed": crossed,
     "regularised": chain(
         lambda: L.Dense(4, kernel_regularizer="l2", kernel_constraint="non_neg", input_shape=(5,)),
         lambda: L.Dense(3, kernel_initializer="orthogonal", activation=tf_keras.activations.swish),
@@ -162,8 +235,27 @@ CONVERTED: dict[str, Callable[[], Any]] = {
 KEPT: dict[str, Callable[[], Any]] = {
     "LocallyConnected1D": chain(lambda: L.LocallyConnected1D(4, 3, input_shape=SERIES)),
     "LocallyConnected2D": chain(lambda: L.LocallyConnected2D(4, 3, input_shape=IMAGE)),
-    "ConvLSTM2D": chain(lambda: L.ConvLSTM2D(3, 3, input_shape=(4, 6, 6, 2))),
+    "hard_sigmoid of ConvLSTM2D": chain(lambda: L.ConvLSTM2D(3, 3, input_shape=(4, 6, 6, 2))),
+    "random sizes": chain(
+        lambda: L.RandomHeight(0.1, input_shape=IMAGE),
+        lambda: L.RandomWidth(0.1),
+        lambda: L.GlobalAveragePooling2D(),
+        lambda: L.Dense(2),
+    ),
+    "RandomCrop": chain(lambda: L.RandomCrop(10, 10, input_shape=(12, 12, 3)), lambda: L.Conv2D(2, 3)),
+    "TensorFlow's functions": functions,
     "hard_sigmoid": chain(lambda: L.LSTM(4, recurrent_activation="hard_sigmoid", input_shape=SERIES)),
+}
+
+
+# Classes among tf_keras' layers that no file of the ones above can have.
+NO_FILE = {
+    "Layer": "a base class",
+    "Wrapper": "a base class",
+    "AbstractRNNCell": "a base class",
+    "DenseFeatures": "needs TensorFlow 1's feature columns",
+    "SpectralNormalization": "cannot be built where tf.keras is Keras 3",
+    "Lambda": "is Python code, which is refused",
 }
 
 

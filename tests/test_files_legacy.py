@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from legacy_models import CONVERTED, KEPT, L, filled, write
+from legacy_models import CONVERTED, KEPT, NO_FILE, L, filled, write
 
 import sparsekit
 from sparsekit.errors import SparsekitWarning
@@ -30,6 +30,20 @@ def assert_same(model, original, tolerance=1e-5):
     for one, other in zip(found, wanted, strict=True):
         scale = max(1.0, np.abs(other).max(initial=0))
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
+
+
+def classes_in(config):
+    """Names of all classes in a config."""
+    inner = list(config.values()) if isinstance(config, dict) else config if isinstance(config, (list, tuple)) else []
+    found = set().union(*map(classes_in, inner))
+    return found | {config["class_name"]} if isinstance(config, dict) and "class_name" in config else found
+
+
+def test_every_layer_of_tf_keras_is_in_one_of_the_models():
+    classes = {kind for kind in vars(L).values() if isinstance(kind, type) and issubclass(kind, L.Layer)}
+    known = {kind.__name__ for kind in classes}
+    found = set().union(*(classes_in(build().get_config()) for build in {**CONVERTED, **KEPT}.values()))
+    assert known - found == set(NO_FILE)
 
 
 @pytest.mark.parametrize("kind", CONVERTED)

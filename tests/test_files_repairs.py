@@ -45,6 +45,11 @@ def with_dtypes(config: dict[str, Any]) -> None:
                 value["config"]["dtype"] = "float32"
 
 
+def of_tensorflow(config: dict[str, Any]) -> None:
+    value = layers(config)[1]["config"]["kernel_initializer"]
+    value.update(module="tensorflow.python.ops.init_ops_v2", registered_name="GlorotUniform")
+
+
 def without_modules(config: dict[str, Any]) -> None:
     inner = layers(config)[1]["config"]["layer"]
     del inner["module"], inner["registered_name"]
@@ -105,7 +110,7 @@ DENSE = chain(lambda: L.Dense(4, input_shape=(5,)), lambda: L.Dense(3))
 
 
 def cudnn_arrays(weights: h5py.Group) -> None:
-    """What cuDNN takes: the matrix of each gate transposed, in Fortran's order, and biases for inputs and for states."""
+    """What cuDNN takes: the matrix of each gate transposed, in Fortran's order; biases for inputs and states."""
     found: list[h5py.Dataset] = []
     weights.visititems(lambda _, item: found.append(item) if isinstance(item, h5py.Dataset) else None)
     for array in found:
@@ -151,6 +156,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], None]]] = {
     "class of a wrapped layer": (chain(lambda: L.Bidirectional(L.GRU(4), input_shape=SERIES)), without_modules),
     "axis as a list": (CONVERTED["BatchNormalization"], as_it_is),
     "dtype policy": (CONVERTED["mixed_float16"], as_it_is),
+    "initializer of TensorFlow": (DENSE, of_tensorflow),
     "initializer dtype": (DENSE, with_dtypes),
     "score_mode": (CONVERTED["attention"], as_it_is),
     "ThresholdedReLU": (CONVERTED["activations"], as_it_is),

@@ -12,6 +12,8 @@ from ..flavour import flavour_of
 TOLERANCE = 1e-5
 # What an axis of free length becomes: enough for recurrent nets, then for convolutional ones with many poolings.
 _FREE = (8, 32, 96, 224)
+# Layers that look rows up -> what they call the number of rows.
+_TABLES = {"Embedding": "input_dim", "CategoryEncoding": "num_tokens"}
 # Above this many values in one layer's output the check would cost more than the load.
 _MOST_VALUES = 2**27
 
@@ -50,7 +52,8 @@ def sample_inputs(model: Any, free: int = 32, batch: int = 3, seed: int = 0) -> 
     """
     flavour = flavour_of(model)
     rng = np.random.default_rng(seed)
-    tables = [layer.input_dim for layer in flavour.layers(model) if type(layer).__name__ == "Embedding"]
+    sizes = [(layer, _TABLES.get(type(layer).__name__)) for layer in flavour.layers(model)]
+    tables = [getattr(layer, size) for layer, size in sizes if size is not None]
     fed = {}
     for name, tensor in zip(flavour.input_names(model), model.inputs, strict=True):
         fixed = tensor.shape[0] if tensor.shape[0] is not None else batch
@@ -72,10 +75,15 @@ def _outputs(model: Any, fed: dict[str, np.ndarray]) -> Any:
     if set(names) != set(fed):
         # The input layer of a Sequential may have been made up; there is only one then.
         fed = dict(zip(names, fed.values(), strict=True))
-    inputs = [tf.constant(fed[name]) for name in names]
+    inputs: Any = [tf.constant(fed[name]) for name in names]
     if flavour_of(model).takes_dict(model):
-        return model(dict(zip(names, inputs, strict=True)), training=False)
-    return model(inputs[0] if len(inputs) == 1 else inputs, training=False)
+        inputs = dict(zip(names, inputs, strict=True))
+    elif len(inputs) == 1:
+        (inputs,) = inputs
+    try:
+        return model(inputs, training=False)
+    finally:
+        flavour_of(model).forget_states(model)
 
 
 def _equal(wanted: Any, found: Any) -> bool:

@@ -198,11 +198,13 @@ def _missing_input_layer(node: Node) -> bool:
 
 def _first_shape_twice(node: Node) -> bool:
     """The input shape stands in the InputLayer and once more in the layer behind it."""
-    layers = node.config.get("layers") if node.kind == "Sequential" and isinstance(node.config, dict) else None
-    if not layers or layers[0].get("class_name") != "InputLayer":
+    layers = node.config.get("layers") if node.is_model and isinstance(node.config, dict) else None
+    if not layers or (node.kind == "Sequential" and layers[0].get("class_name") != "InputLayer"):
         return False
     found = False
-    for layer in layers[1:]:
+    for layer in layers:
+        if layer.get("class_name") == "InputLayer":
+            continue
         if isinstance(layer.get("config"), dict) and layer.get("class_name") not in MODELS:
             found |= layer["config"].pop("batch_input_shape", None) is not None
     return found
@@ -326,19 +328,21 @@ def plain_name(name: str) -> str:
 
 
 def _wrapped_class(node: Node) -> bool:
-    """A layer inside a wrapper is looked up by its module, which Keras 2 did not write."""
+    """A layer inside a wrapper is looked up by its module, which Keras 2 did not write, or which was another."""
     if node.kind not in _WRAPPERS or not isinstance(node.config, dict):
         return False
     changed = False
     for key in ("layer", "backward_layer", "cell", "cells"):
         inner = node.config.get(key)
         for entry in inner if isinstance(inner, list) else [inner]:
-            if (
-                isinstance(entry, dict)
-                and not entry.get("module")
-                and hasattr(node.flavour.keras.layers, str(entry.get("class_name")))
-            ):
-                entry.update(module="keras.layers", registered_name=None)
+            if not isinstance(entry, dict):
+                continue
+            kind = str(entry.get("class_name"))
+            if kind in ("Functional", "Model"):
+                entry.update(module="keras.src.models.functional", class_name="Functional", registered_name=None)
+                changed = True
+            elif not entry.get("module") and (kind in MODELS or hasattr(node.flavour.keras.layers, kind)):
+                entry.update(module="keras" if kind in MODELS else "keras.layers", registered_name=None)
                 changed = True
     return changed
 
@@ -368,6 +372,16 @@ def _initializer_dtype(node: Node) -> bool:
     if not hasattr(node.flavour.keras.initializers, node.kind):
         return False
     del node.config["dtype"]
+    return True
+
+
+def _initializer_of_tensorflow(node: Node) -> bool:
+    """An initializer of TensorFlow's instead of Keras'; all of them have a namesake."""
+    if not re.fullmatch(r"tensorflow\.python\.ops\.init_ops(_v2)?", str(node.entry.get("module"))):
+        return False
+    if not hasattr(node.flavour.keras.initializers, node.kind):
+        return False
+    node.entry.update(module="keras.initializers", registered_name=None)
     return True
 
 
@@ -458,6 +472,7 @@ REPAIRS: tuple[Repair, ...] = (
     Repair("class of a wrapped layer", "keras", _wrapped_class),
     Repair("axis as a list", "keras", _one_axis),
     Repair("dtype policy", "keras", _dtype_policy),
+    Repair("initializer of TensorFlow", None, _initializer_of_tensorflow),
     Repair("initializer dtype", "keras", _initializer_dtype),
     Repair("score_mode", "keras", _score_mode),
     Repair("ThresholdedReLU", "keras", _thresholded_relu),
