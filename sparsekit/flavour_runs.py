@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -185,16 +185,21 @@ class Runs(Base):
         functions = ("train_function", "test_function", "predict_function")
         return functions if self.is_keras3 else (*functions, "train_tf_function")
 
-    def values_variable(self, kernel: Any, values: tf.Tensor) -> Any:
+    def values_variable(self, kernel: Any, values: tf.Tensor, varying: bool = False) -> Any:
         """A trainable vector that stands in for a kernel: with its name and path, which optimizers may ask for.
 
         Args:
             kernel: a variable of a layer.
             values: (kept,) float32.
+            varying: whether it may be given vectors of other lengths.
         """
+        shape = [None] if varying else None
         if not self.is_keras3:
-            return tf.Variable(values, trainable=True, name=self.path(kernel))
+            return tf.Variable(values, trainable=True, name=self.path(kernel), shape=shape)
         variable = self.keras.Variable(values, trainable=True, dtype="float32", name=kernel.name)
+        if varying:
+            # Keras itself knows no variables of unknown length; it goes on with the length of now.
+            variable._value = tf.Variable(values, trainable=True, name=kernel.name, shape=shape)
         variable._path = kernel.path
         variable.regularizer = kernel.regularizer
         return variable
@@ -257,7 +262,7 @@ class Runs(Base):
         return [known[key] for key in keys] if all(key in known for key in keys) else None
 
     def twin(
-        self, optimizer: Any, targets: list[Any], stand_ins: list[tuple[Any, Any]]
+        self, optimizer: Any, targets: list[Any], stand_ins: list[tuple[Any, Any]], varying: bool = False
     ) -> tuple[Any, list[tuple[Any, Any]]]:
         """An optimizer of the same settings for other variables, which shares learning rate and update count.
 
@@ -265,6 +270,7 @@ class Runs(Base):
             optimizer: a built optimizer.
             targets: the variables that the twin updates, in the order of the optimizer's own.
             stand_ins: `(variable of the optimizer, the one that takes its place in targets)`.
+            varying: whether what takes the place of variables may change its length.
 
         Returns:
             `(the twin, [(variable of the optimizer, the twin's)])` of what the two do not share.
@@ -278,7 +284,10 @@ class Runs(Base):
             excluded = set(original["_exclude_from_weight_decay"])
             added = {optimizer._var_key(new) for old, new in stand_ins if optimizer._var_key(old) in excluded}
             state["_exclude_from_weight_decay"] = excluded | added
-        self.build_optimizer(twin, targets)
+        with _varying([new for _, new in stand_ins]) if varying else contextlib.nullcontext():
+            self.build_optimizer(twin, targets)
+        if varying and hasattr(twin, "_backend_reset_gradient_accumulators"):
+            state["_backend_reset_gradient_accumulators"] = lambda: _reset(twin._accumulated_gradients)
         shared: set[int] = set()
         for name, value in original.items():
             # Counters, rates and the like: all that belongs to no single weight.
@@ -288,6 +297,37 @@ class Runs(Base):
                 state[name] = value
         columns = [[v for v in self.optimizer_variables(one) if id(v) not in shared] for one in (optimizer, twin)]
         return twin, list(zip(*columns, strict=True))
+
+
+@contextlib.contextmanager
+def _varying(variables: list[Any]) -> Iterator[None]:
+    """Have an optimizer make slots of unknown length for variables of unknown length.
+
+    It asks for their shape and has to be told the one that they have now.
+    """
+
+    def unknown(make: Callable[..., Any], **arguments: Any) -> Any:
+        value = arguments.pop("initial_value")
+        value = tf.convert_to_tensor(value() if callable(value) else value)
+        shape = [None] if value.shape.rank == 1 else value.shape
+        return make(**{**arguments, "initial_value": value, "shape": shape})
+
+    plain = [variable for variable in variables if isinstance(variable, tf.Variable)]
+    shapes = [variable._shape for variable in plain]
+    try:
+        for variable in plain:
+            variable._shape = tf.convert_to_tensor(variable).shape
+        with tf.variable_creator_scope(unknown):
+            yield
+    finally:
+        for variable, shape in zip(plain, shapes, strict=True):
+            variable._shape = shape
+
+
+def _reset(accumulators: list[Any]) -> None:
+    for accumulator in accumulators:
+        if accumulator is not None:
+            accumulator.value.assign(tf.zeros_like(accumulator.value))
 
 
 _MIXING = frozenset({"Muon", "Lamb", "Adafactor"})

@@ -30,7 +30,7 @@ class FrozenMask:
         keep: bool tf.Variable of the weight's shape, True = keep; one byte a position.
         pattern: name of the structure of the zeros.
         target: sparsity that was asked for, or None if the mask was given or read from zeros.
-        dropped: how many further positions of the weight are dropped, where the variable holds only a part of it.
+        size: number of positions of the weight, where the variable holds only kept ones; None if it holds all.
     """
 
     path: str
@@ -38,7 +38,7 @@ class FrozenMask:
     keep: tf.Variable
     pattern: str = "unstructured"
     target: float | None = None
-    dropped: int = 0
+    size: int | None = None
 
     @property
     def key(self) -> str:

@@ -41,9 +41,8 @@ class Case:
 def usable() -> bool:
     """Whether the ops can run here; without a compiler the one line that says so is checked instead."""
     if not HAS_COMPILER:
-        structure = ConvStructure.from_mask(np.ones((1, 1, 1, 1), bool))
         with pytest.raises(EngineError, match=r"cannot be built: .* install a C\+\+17 compiler or set CXX"):
-            sparse_conv2d(tf.zeros([1, 1, 1, 1]), tf.zeros([1]), structure)
+            ConvStructure.from_mask(np.ones((1, 1, 1, 1), bool))
     return HAS_COMPILER
 
 
@@ -453,7 +452,38 @@ def test_structures_check_themselves(arguments, error, sentence):
         ConvStructure.from_mask(**{"keep": np.ones((3, 3, 2, 4), bool), **arguments})
 
 
+def test_a_structure_in_variables_may_change_inside_a_function():
+    if not usable():
+        return
+    rng = np.random.default_rng(0)
+    masks = [rng.random((3, 3, 6, 5)) < density for density in (0.3, 0.5, 0.0)]
+    kernel, x = rng.normal(size=(3, 3, 6, 5)).astype("float32"), rng.normal(size=(2, 7, 8, 6)).astype("float32")
+    structure = ConvStructure.from_mask(masks[0], 2, "same").in_variables()
+
+    @tf.function
+    def step(keep):
+        new = ConvStructure.from_mask(keep, 2, "same")
+        for variable, array in zip(structure.arrays(), new.arrays(), strict=True):
+            variable.assign(array)
+        with tf.GradientTape() as tape:
+            values = tf.boolean_mask(kernel, keep)
+            tape.watch(values)
+            y = sparse_conv2d(tf.constant(x), values, structure)
+        return y, tape.gradient(y, values)
+
+    for keep in masks:
+        weights = tf.constant(kernel * keep)
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            expected = tf.nn.conv2d(x, weights, 2, "SAME")
+        y, gradient = step(tf.constant(keep))
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(gradient, tape.gradient(expected, weights).numpy()[keep], rtol=1e-4, atol=1e-5)
+
+
 def test_functions_check_their_arguments():
+    if not usable():
+        return
     flat = ConvStructure.from_mask(np.ones((3, 2, 4), bool))
     square = ConvStructure.from_mask(np.ones((3, 3, 2, 4), bool))
     with pytest.raises(ArgumentError, match="use sparse_conv1d"):
@@ -462,7 +492,5 @@ def test_functions_check_their_arguments():
         sparse_conv1d(tf.zeros([1, 5, 2]), tf.zeros([72]), square)
     with pytest.raises(ArgumentError, match="activation is 'tanh'"):
         sparse_conv2d(tf.zeros([1, 5, 5, 2]), tf.zeros([72]), square, activation="tanh")
-    if not usable():
-        return
     with pytest.raises(ArgumentError, match="x has 3 channels, but the kernel needs 2"):
         sparse_conv2d(tf.zeros([1, 5, 5, 3]), tf.zeros([72]), square)

@@ -56,6 +56,20 @@ def test_only_what_wins_is_swapped(flavour: str, long_runs: list[Any]) -> None:
     assert report.reason == "last/kernel stays dense: sparse takes 950.00 ms and dense 1000.00 ms"
 
 
+@pytest.mark.parametrize("long", [True, False])
+def test_a_forced_run_reports_times_if_it_is_long(long: bool, long_runs: list[Any], monkeypatch: Any) -> None:
+    if not long:
+        monkeypatch.setattr(gate, "_SLOW_MULTIPLICATIONS_PER_S", 5e9)
+        monkeypatch.setattr(timings, "known", lambda use, keep: False)
+    # What loses is swapped all the same.
+    long_runs += [(10.0, 2.0), (1.0, 3.0)]
+    report = sparsekit.retrain(model_of(), (X, Y), batch_size=8, engine="sparse", verbose=0).engine
+    times = [(10.0, 2.0), (1.0, 3.0)] if long else [(None, None)] * 2
+    assert [(s.dense_s, s.sparse_s) for s in report.swapped] == times
+    assert [s.path for s in report.swapped] == ["first/kernel", "last/kernel"]
+    assert report.gain == (1.5 if long else None)
+
+
 def test_nothing_is_swapped_where_nothing_wins(long_runs: list[Any]) -> None:
     long_runs += [(1.0, 1.0), (1.0, 3.0)]
     history = sparsekit.retrain(model_of(), (X, Y), batch_size=8, verbose=0)

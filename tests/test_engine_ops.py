@@ -282,34 +282,15 @@ def test_kernel_to_values_and_back():
 
 
 @with_engine
-def test_values_are_carried_by_position_inside_a_function():
-    rng = np.random.default_rng(0)
-    first, second = (rng.random((30, 20)) < density for density in (0.3, 0.4))
-    kernel = rng.normal(size=first.shape).astype(np.float32)
-    old = engine.Structure.from_mask(first)
-
-    @tf.function
-    def carry(values, keep):
-        return engine.carry_values(values, old, engine.Structure.from_mask(keep))
-
-    expected = np.where(first & second, kernel, 0)[second]
-    assert np.array_equal(carry(tf.constant(kernel[first]), tf.constant(second)), expected)
-
-
-@with_engine
 def test_structure_in_variables_may_change_inside_a_function():
     rng = np.random.default_rng(0)
     masks = [rng.random((30, 20)) < density for density in (0.3, 0.4)]
     kernel, x = rng.normal(size=(30, 20)).astype(np.float32), rng.normal(size=(8, 30)).astype(np.float32)
-    fixed = engine.Structure.from_mask(masks[0])
-    slots = [
-        tf.Variable(array, shape=[None] if i in (1, 3, 4) else array.shape) for i, array in enumerate(fixed.arrays())
-    ]
-    structure = engine.Structure((30, 20), *slots)
+    structure = engine.Structure.from_mask(masks[0]).in_variables()
 
     @tf.function
     def step(keep):
-        for slot, array in zip(slots, engine.Structure.from_mask(keep).arrays(), strict=True):
+        for slot, array in zip(structure.arrays(), engine.Structure.from_mask(keep).arrays(), strict=True):
             slot.assign(array)
         return engine.sparse_dense(x, engine.gather_values(kernel, structure), structure)
 
@@ -385,7 +366,8 @@ def test_ops_refuse_shapes_that_do_not_fit():
         (lambda: library.sparsekit_dense_grad(dy, x, values, *arrays[:2], [dy[:, 1:]]), "y must have the shape"),
         (lambda: library.sparsekit_gather(kernel[1:], *arrays[:2]), "row_pointers must be a vector of 6"),
         (lambda: library.sparsekit_gather(kernel[:, :2], *arrays[:2]), "columns must lie below 2"),
-        (lambda: library.sparsekit_carry(values, *arrays[:2], arrays[0][1:], arrays[1]), "row_pointers must"),
+        (lambda: library.sparsekit_drop_smallest(values, keep, 3), "the weight"),
+        (lambda: library.sparsekit_conv_structure([keep], strides=[1, 1], dilations=[1, 1], groups=1), "keep must be"),
     ]
     for call, says in refusals:
         with pytest.raises(tf.errors.InvalidArgumentError, match=says):
@@ -405,8 +387,6 @@ def test_functions_say_in_a_sentence_what_is_wrong():
     for keep, says in [(np.ones((6, 5)), "give a bool array"), (np.ones(6, bool), "2 or more known axes")]:
         with pytest.raises(MaskError, match=says):
             engine.Structure.from_mask(keep)
-    with pytest.raises(MaskError, match="give equal shapes"):
-        engine.carry_values(np.ones(30, np.float32), structure, engine.Structure.from_mask(np.ones((5, 6), bool)))
 
 
 # Threads -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import keras
@@ -46,6 +47,20 @@ def warm(model: Any) -> None:
     for _, slot, _ in flavour.slots(model.optimizer):
         if slot.shape:
             slot.assign(np.abs(rng.normal(size=tuple(slot.shape))).astype("float32") * 0.1 + slot.numpy())
+
+
+def while_swapped(k: Any, model: Any, look: Any) -> None:
+    """Have `look()` called at each epoch's beginning by something that is no callback: nothing is put back for it."""
+
+    class Look(k.metrics.Mean):
+        def reset_state(self):
+            super().reset_state()
+            look()
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            return super().update_state(y_pred)
+
+    model.compile(model.optimizer, "mse", metrics=[Look(name="look")])
 
 
 def run_both(make: Any, x: Any = X, y: Any = Y, **arguments: Any) -> tuple[Any, Any]:
@@ -227,22 +242,17 @@ def test_memory_is_given_back_while_swapped(flavour: str) -> None:
         return elements(list(variables.values()))
 
     before, seen = held(), []
-
-    # Keras' own schedule reads no weights, so that the model stays swapped while it is called.
-    def look(epoch: int) -> float:
-        seen.append((held(), [tuple(v.shape) for v in model.trainable_variables]))
-        return 0.01
-
+    while_swapped(k, model, lambda: seen.append((held(), [tuple(v.shape) for v in model.trainable_variables])))
     x = RNG.normal(size=(16, 6)).astype("float32")
-    sparsekit.retrain(model, (x, Y[:16]), engine="sparse", callbacks=[k.callbacks.LearningRateScheduler(look)], **FIT)
+    sparsekit.retrain(model, (x, Y[:16]), engine="sparse", epochs=2, **FIT)
     assert held() == before
-    assert [len(shape) for shape in seen[0][1]] == [1] * 6
-    assert seen[0][0] <= 0.2 * before
+    assert [len(shape) for shape in seen[-1][1]] == [1] * 6
+    assert seen[-1][0] <= 0.2 * before
 
 
 @both
 @pytest.mark.parametrize(
-    "hook", ["on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_batch_end", "on_test_end"]
+    "hook", ["on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_batch_end", "on_test_end", "on_train_end"]
 )
 def test_callbacks_find_and_leave_the_right_weights(flavour: str, hook: str) -> None:
     k = KERAS[flavour]
@@ -274,6 +284,64 @@ def test_callbacks_find_and_leave_the_right_weights(flavour: str, hook: str) -> 
     for one, other in zip([*seen, dense.get_weights()], [*seen_sparse, sparse.get_weights()], strict=True):
         for left, right in zip(one, other, strict=True):
             np.testing.assert_allclose(right, left, rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_callbacks_may_use_the_model_in_every_way(flavour: str, tmp_path: Any) -> None:
+    """Called, predicting, evaluating, saved, and by a function that was traced before the run: after each batch."""
+    k = KERAS[flavour]
+    model = sparsekit.prune(mlp(flavour, k.optimizers.Adam(0.05)), 0.5)
+    masks, seen = sparsekit.masks_of(model), []
+
+    @tf.function
+    def traced(x):
+        return model(x)
+
+    def by_hand() -> np.ndarray:
+        first, bias, last, end = (np.asarray(v.numpy()) for v in model.trainable_variables)
+        return np.maximum(X @ first + bias, 0.0) @ last + end
+
+    traced(tf.constant(X))
+    model.predict(X, verbose=0)
+
+    def look(batch: int, logs: Any) -> None:
+        expected = by_hand()
+        path = str(tmp_path / f"{len(seen)}.keras")
+        model.save(path)
+        outputs = [traced(tf.constant(X)), model(X), model.predict(X, verbose=0), k.models.load_model(path)(X)]
+        for output in outputs:
+            np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+        loss = model.evaluate(X, Y, verbose=0)
+        np.testing.assert_allclose(loss, np.mean((expected - Y) ** 2), rtol=1e-5)
+        assert [w.shape for w in model.get_weights()] == [(6, 8), (8,), (8, 2), (2,)]
+        assert_held(model, masks)
+        seen.append(expected)
+
+    callbacks = [k.callbacks.LambdaCallback(on_train_batch_end=look)]
+    sparsekit.retrain(model, (X, Y), engine="sparse", callbacks=callbacks, **FIT)
+    assert len(seen) == 5
+    # They did learn in between.
+    assert all(np.abs(one - other).max() > 1e-3 for one, other in itertools.pairwise(seen))
+
+
+@both
+def test_who_is_no_callback_finds_an_error_and_no_wrong_numbers(flavour: str) -> None:
+    """A function traced before, called in the middle of training: it would need kernels that are not there."""
+    model = sparsekit.prune(mlp(flavour, KERAS[flavour].optimizers.Adam(0.05)), 0.5)
+    traced = tf.function(lambda x: model(x))
+    expected, errors = traced(tf.constant(X)), []
+
+    def look() -> None:
+        if model.trainable_variables[0].shape.rank == 1:
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                traced(tf.constant(X))
+            # While the model itself, called anew, is right.
+            errors.append(np.abs(np.asarray(model(X)) - np.asarray(expected)).max())
+
+    while_swapped(KERAS[flavour], model, look)
+    sparsekit.retrain(model, (X, Y), engine="sparse", **FIT)
+    assert errors
+    assert errors[0] < 1e-5
 
 
 @both
@@ -320,16 +388,17 @@ def test_after_an_exception_the_model_holds_what_it_learned(flavour: str, error:
 
     def run(engine: str) -> Any:
         model = sparsekit.prune(mlp(flavour, k.optimizers.Adam(0.05)), 0.5)
-        own = model.optimizer
+        own, epochs = model.optimizer, []
+        counts = k.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
 
-        def stop(epoch: int) -> float:
-            if epoch == 2:
+        def stop() -> None:
+            if len(epochs) == 2:
+                epochs.clear()
                 raise error("stop")
-            return 0.05
 
-        callbacks = [k.callbacks.LearningRateScheduler(stop)]
+        while_swapped(k, model, stop)
         with pytest.raises(error, match="stop"):
-            sparsekit.retrain(model, (X, Y), engine=engine, epochs=4, callbacks=callbacks, **FIT)
+            sparsekit.retrain(model, (X, Y), engine=engine, epochs=4, callbacks=[counts], **FIT)
         assert model.optimizer is own
         assert_held(model, sparsekit.masks_of(model))
         return model
@@ -484,29 +553,6 @@ def test_what_the_engine_refuses(case: str, sentence: str) -> None:
     history = sparsekit.retrain(model, (X, Y), engine="auto", **FIT, **arguments)
     assert history.engine.engine == "dense"
     assert sentence in history.engine.reason
-
-
-@both
-def test_masks_that_follow_zeros(flavour: str) -> None:
-    """Ftrl with a strong L1 penalty makes exact zeros, which are masked from then on."""
-    k = KERAS[flavour]
-
-    def make() -> Any:
-        optimizer = k.optimizers.Ftrl(0.1, l1_regularization_strength=0.02)
-        return sparsekit.prune(mlp(flavour, optimizer), 0.3)
-
-    first = sparsekit.masks_of(make()).sparsity
-    _, sparse = run_both(make, epochs=4, masks="dynamic")
-    assert sparsekit.masks_of(sparse).sparsity > first
-
-
-@both
-def test_masks_that_follow_a_schedule(flavour: str) -> None:
-    """From nothing to 80 %: the index arrays are made anew on the way."""
-    k = KERAS[flavour]
-    schedule = sparsekit.schedules.Polynomial(0.8, begin_step=0, end_step=15, frequency=3)
-    _, sparse = run_both(lambda: mlp(flavour, k.optimizers.Adam(0.02)), epochs=4, schedule=schedule)
-    assert sparsekit.masks_of(sparse).sparsity == pytest.approx(0.8, abs=0.02)
 
 
 @both

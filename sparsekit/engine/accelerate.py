@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from sparsekit.engine import build, timings
-from sparsekit.engine.gate import EngineReport, SwappedWeight, probe
+from sparsekit.engine import build
+from sparsekit.engine.gate import EngineReport, SwappedWeight, probe, seconds
 from sparsekit.engine.sites import Site, find_sites, sparse_calls, swapped_calls
 from sparsekit.errors import EngineError
 from sparsekit.flavour import flavour_of, native
@@ -106,8 +106,7 @@ class Accelerated:
                 chosen.append(site)
                 swapped.append(SwappedWeight(site.path, 1.0 - site.density))
                 continue
-            times = [(use.times, *timings.both_seconds(use, site.keep())) for use in uses[site.path]]
-            dense, sparse = (sum(n * pair[which] for n, *pair in times) for which in (0, 1))
+            dense, sparse = seconds(site, uses[site.path])
             if sparse <= _WINS * dense:
                 chosen.append(site)
                 swapped.append(SwappedWeight(site.path, 1.0 - site.density, dense, sparse))

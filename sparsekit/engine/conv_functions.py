@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from sparsekit.engine import build
+from sparsekit.engine.functions import varying
 from sparsekit.errors import ArgumentError, MaskError
-
-# A block of operand channels should fit into the first-level cache, but its lists need enough entries on average to pay
-# for reading and writing their sums once more.
-_BLOCK_VECTORS = 512
-_FORWARD_ENTRIES = 6
-_BACKWARD_ENTRIES = 10
-_STRIP_COLS = 8
 
 Index = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class ConvStructure:
-    """Where the kept values of a convolution kernel stand; constant while its values train.
+    """Where the kept values of a convolution kernel stand.
+
+    The value vector has the order of `kernel[keep]` (C order).
 
     Args:
-        keep: bool array of the kernel's Keras shape, True = keep; the values are `kernel[keep]`, in that order.
+        shape: the kernel's Keras shape.
         strides: rows and columns (1-D: columns only, rows 1).
         padding: "same", "valid" or, for 1-D only, "causal".
         dilation: rows and columns.
         groups: number of channel groups.
-        forward: int32 vectors starts, taps and places of the lists by output channel.
+        forward: int32 vectors starts, taps and places of the lists by output channel; tensors, or `tf.Variable`s of
+            unknown length where the mask may change.
         backward: the same by input channel.
     """
 
-    keep: np.ndarray
+    shape: tuple[int, ...]
     strides: tuple[int, int]
     padding: str
     dilation: tuple[int, int]
@@ -47,7 +43,7 @@ class ConvStructure:
     @classmethod
     def from_mask(
         cls,
-        keep: np.ndarray,
+        keep: Any,
         strides: int | tuple[int, ...] = 1,
         padding: str = "valid",
         dilation: int | tuple[int, ...] = 1,
@@ -56,7 +52,8 @@ class ConvStructure:
         """Index the kept positions of a kernel.
 
         Args:
-            keep: bool array [rows, cols, in/groups, out], or [cols, in/groups, out] for 1-D; True = keep.
+            keep: bool array or tensor of known shape [rows, cols, in/groups, out], or [cols, in/groups, out] for 1-D;
+                True = keep.
             strides: one number, or one for each spatial axis.
             padding: "same", "valid" or, for 1-D only, "causal".
             dilation: one number, or one for each spatial axis.
@@ -65,41 +62,55 @@ class ConvStructure:
         Raises:
             MaskError: `keep` is not a bool array of rank 3 or 4 without empty axes.
             ArgumentError: strides, dilation, groups or padding cannot be used.
+            EngineError: the engine's library cannot be built.
         """
-        keep = np.asarray(keep)
-        if keep.dtype != np.bool_ or keep.ndim not in (3, 4) or keep.size == 0:
+        if not isinstance(keep, tf.Tensor | tf.Variable):
+            keep = np.asarray(keep)
+        shape = tuple(int(axis or 0) for axis in keep.shape)
+        if keep.dtype not in (np.bool_, tf.bool) or len(shape) not in (3, 4) or 0 in shape:
             raise MaskError(
-                f"keep is a {keep.dtype} array of shape {keep.shape}, but a bool array [rows, cols, in/groups, out] or "
-                "[cols, in/groups, out] without empty axes is needed"
+                f"keep is a {tf.as_dtype(keep.dtype).name} array of shape {shape}, but a bool array "
+                "[rows, cols, in/groups, out] or [cols, in/groups, out] without empty axes is needed"
             )
-        spatial = keep.ndim - 2
+        spatial = len(shape) - 2
         stride = _pair(strides, spatial, "strides")
         dilate = _pair(dilation, spatial, "dilation")
         if padding not in ("same", "valid") and not (padding == "causal" and spatial == 1):
             raise ArgumentError(f'padding is {padding!r}, but "same", "valid" or, in 1-D only, "causal" is needed')
-        if groups < 1 or keep.shape[-1] % groups:
-            raise ArgumentError(f"groups is {groups}, but a divisor of the {keep.shape[-1]} output channels is needed")
-        full = keep if spatial == 2 else keep[np.newaxis]
-        forward, backward = _indices(full, stride, dilate, groups)
-        return cls(keep, stride, padding, dilate, groups, forward, backward)
+        if groups < 1 or shape[-1] % groups:
+            raise ArgumentError(f"groups is {groups}, but a divisor of the {shape[-1]} output channels is needed")
+        full = tf.reshape(keep, shape if spatial == 2 else (1, *shape))
+        arrays = build.library().sparsekit_conv_structure(
+            full, strides=list(stride), dilations=list(dilate), groups=groups
+        )
+        return cls(shape, stride, padding, dilate, groups, tuple(arrays[:3]), tuple(arrays[3:]))
+
+    def arrays(self) -> tuple[Any, ...]:
+        """All index arrays, in the order of the fields."""
+        return *self.forward, *self.backward
+
+    def in_variables(self) -> ConvStructure:
+        """The same with its index arrays in variables, to which those of another mask can be assigned."""
+        forward, backward = (tuple(varying(array) for array in index) for index in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
 
     @property
     def rank(self) -> int:
         """Number of spatial axes, 1 or 2."""
-        return self.keep.ndim - 2
+        return len(self.shape) - 2
 
     @property
     def filters(self) -> int:
         """Number of output channels."""
-        return self.keep.shape[-1]
+        return self.shape[-1]
 
     @property
     def channels(self) -> int:
         """Number of input channels, all groups together."""
-        return self.keep.shape[-2] * self.groups
+        return self.shape[-2] * self.groups
 
     def _attributes(self) -> dict[str, Any]:
-        window = (1, *self.keep.shape[:1]) if self.rank == 1 else self.keep.shape[:2]
+        window = (1, *self.shape[:1]) if self.rank == 1 else self.shape[:2]
         causal = self.padding == "causal"
         return {
             "kernel": list(window),
@@ -184,10 +195,12 @@ def _convolve(
     ops = build.library()
     attributes = structure._attributes()
     relu = activation == "relu"
+    # Read outside of the function below, which may not touch variables.
+    forward, backward = (tuple(map(tf.convert_to_tensor, i)) for i in (structure.forward, structure.backward))
 
     @tf.custom_gradient
     def run(x: tf.Tensor, values: tf.Tensor, bias: tf.Tensor) -> Any:
-        y = ops.sparsekit_conv(x, values, bias, *structure.forward, filters=structure.filters, relu=relu, **attributes)
+        y = ops.sparsekit_conv(x, values, bias, *forward, filters=structure.filters, relu=relu, **attributes)
 
         def gradient(dy: tf.Tensor) -> Any:
             dx, dvalues, dbias = ops.sparsekit_conv_grad(
@@ -195,7 +208,7 @@ def _convolve(
                 values,
                 y if relu else dy,
                 dy,
-                *structure.backward,
+                *backward,
                 relu=relu,
                 input_gradient=input_gradient,
                 bias_gradient=has_bias,
@@ -221,49 +234,3 @@ def _pair(value: int | tuple[int, ...], spatial: int, name: str) -> tuple[int, i
     if len(numbers) != spatial or any(number < 1 for number in numbers):
         raise ArgumentError(f"{name} is {value!r}, but one positive number or {spatial} of them are needed")
     return (1, numbers[0]) if spatial == 1 else (numbers[0], numbers[1])
-
-
-def _indices(keep: np.ndarray, strides: tuple[int, int], dilation: tuple[int, int], groups: int) -> tuple[Index, Index]:
-    """Lists by output channel and by input channel, each in blocks of operand channels."""
-    rows, cols, group_channels, filters = keep.shape
-    channels, taps = group_channels * groups, rows * cols
-    row, col, channel, out = np.nonzero(keep)
-    channel = channel + out // (filters // groups) * group_channels
-    tap = row * cols + col
-
-    reach = [(size - 1) * d // s for size, d, s in zip((rows, cols), dilation, strides, strict=True)]
-    kept = max(out.size / (channels * filters / groups), 1e-9)
-    strip_rows = 1 if taps == 1 else 2
-    vectors = (strip_rows + reach[0]) * (_STRIP_COLS + reach[1])
-    block = _block(channels, vectors, _FORWARD_ENTRIES / kept)
-    forward = _index(channel // block * filters + out, -(-channels // block) * filters, channel * taps + tap)
-
-    slots, counts = [], []
-    for size, d, s in zip((rows, cols), dilation, strides, strict=True):
-        used, slot = np.unique(np.arange(size) * d % s, return_inverse=True)
-        slots.append(slot)
-        counts.append(used.size)
-    phase = slots[0][row] * counts[1] + slots[1][col]
-    vectors = (1 + reach[0]) * (_STRIP_COLS + reach[1])
-    block = _block(filters, vectors, _BACKWARD_ENTRIES * counts[0] * counts[1] / kept)
-    blocks = -(-filters // block)
-    backward = _index(
-        (phase * blocks + out // block) * channels + channel,
-        counts[0] * counts[1] * blocks * channels,
-        out * taps + tap,
-    )
-    return forward, backward
-
-
-def _block(channels: int, vectors: int, wanted: float) -> int:
-    """Channels of a block: what fits or what the lists need, in blocks of about one size."""
-    least = max(_BLOCK_VECTORS // vectors, min(wanted, channels), 1)
-    return math.ceil(channels / max(int(channels // least), 1))
-
-
-def _index(lists: np.ndarray, count: int, taps: np.ndarray) -> Index:
-    places = np.argsort(lists, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(lists, minlength=count))])
-    # Outside of any graph, so that a traced step captures the tensors instead of copying them into its constants.
-    with tf.init_scope():
-        return tuple(tf.constant(part, tf.int32) for part in (starts, taps[places], places))  # type: ignore[return-value]

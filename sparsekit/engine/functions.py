@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from sparsekit.errors import ArgumentError, MaskError
 
 ACTIVATIONS = (None, "linear", "relu")
 DISTRIBUTIONS = ("uniform", "normal")
+
+_POINTERS = ("row_pointers", "column_pointers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,17 @@ class Structure:
     def arrays(self) -> tuple[Any, ...]:
         """The five index arrays in the order in which the ops take them."""
         return self.row_pointers, self.columns, self.column_pointers, self.rows, self.permutation
+
+    def in_variables(self) -> Structure:
+        """The same with its index arrays in variables, to which those of another mask can be assigned."""
+        pointers = {name: tf.Variable(getattr(self, name), trainable=False) for name in _POINTERS}
+        others = {name: varying(getattr(self, name)) for name in ("columns", "rows", "permutation")}
+        return replace(self, **pointers, **others)
+
+
+def varying(array: Any) -> tf.Variable:
+    """A variable that starts with this vector and can be given vectors of other lengths."""
+    return tf.Variable(array, trainable=False, shape=[None])
 
 
 def sparse_dense(
@@ -134,24 +147,6 @@ def scatter_values(values: Any, structure: Structure) -> tf.Tensor:
         tf.cast(values, tf.float32), structure.row_pointers, structure.columns, outputs=structure.outputs
     )
     return tf.reshape(flat, structure.shape)
-
-
-def carry_values(values: Any, old: Structure, new: Structure) -> tf.Tensor:
-    """Values (or optimizer slots) of one mask, carried by position to another; new positions start at 0.
-
-    Args:
-        values: (kept of old,) float32.
-        old: structure that the values belong to.
-        new: structure of the same shape.
-
-    Raises:
-        MaskError: the two structures differ in shape.
-    """
-    if old.shape != new.shape:
-        raise MaskError(
-            f"values of a kernel {old.shape} cannot be carried to a mask of shape {new.shape}; give equal shapes"
-        )
-    return library().sparsekit_carry(values, old.row_pointers, old.columns, new.row_pointers, new.columns)
 
 
 @tf.RegisterGradient("SparsekitDense")

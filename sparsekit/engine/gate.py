@@ -6,10 +6,11 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
@@ -17,13 +18,13 @@ from sparsekit.engine import build, timings
 from sparsekit.engine.batches import batch_spec, most_elements, steps_of
 from sparsekit.engine.layers import Product, dense_product
 from sparsekit.engine.sites import Site, find_sites, layer_calls, optimizer_obstacle, sparse_calls, swapped_calls
-from sparsekit.engine.swap import Swap
+from sparsekit.engine.swap import Hold, Swap
 from sparsekit.engine.timings import Use
+from sparsekit.engine.watching import surrounded
 from sparsekit.errors import ArgumentError, EngineError
 from sparsekit.flavour import Flavour, native
 from sparsekit.frozen import FrozenMasks
-
-Hold = Callable[[FrozenMasks, list[Any]], contextlib.AbstractContextManager[None]]
+from sparsekit.weights import read
 
 ENGINES = ("auto", "dense", "sparse")
 
@@ -39,6 +40,9 @@ _SLOW_MULTIPLICATIONS_PER_S = 5e9
 # Time of the sparse form before it is measured, as a multiple of density times the dense time.
 _SPARSE_FACTOR = 3.5
 
+# While masks change, the choice is made anew once the kept weights are at most this share of those at the last one.
+_SPARSER = 0.8
+
 _logger = logging.getLogger("sparsekit")
 _said: set[str] = set()
 
@@ -49,8 +53,9 @@ class SwappedWeight:
 
     Args:
         path: the weight's path.
-        sparsity: fraction of it that is zero.
-        dense_s: seconds a step for its product and gradients in the dense form; None if not measured.
+        sparsity: fraction of it that was zero when it was swapped.
+        dense_s: seconds a step for its product and gradients in the dense form; None if not measured, which
+            `engine="sparse"` does only in a run that is long enough.
         sparse_s: the same in the sparse form.
     """
 
@@ -71,6 +76,7 @@ class EngineReport:
             weights swapped, as measured before the run; None if not measured.
         reason: one line that says why the run, or a part of the weights, was dense; None if there is nothing to say.
         advice: one line that says what would make this run faster; None if there is nothing to say.
+        from_epoch: with masks that change, how many epochs were done before these weights were swapped.
     """
 
     engine: str
@@ -78,6 +84,7 @@ class EngineReport:
     gain: float | None = None
     reason: str | None = None
     advice: str | None = None
+    from_epoch: int = 0
 
 
 def check_engine(engine: str) -> None:
@@ -114,7 +121,10 @@ class EnginePlan:
     ) -> None:
         self._flavour, self._model, self._frozen, self._optimizers = flavour, model, frozen, optimizers
         self._forced = engine == "sparse"
+        self._auto = engine == "auto" and obstacle is None
         self._running: Swap | None = None
+        self._dense = contextlib.ExitStack()
+        self._kept = self._count()
         self._sites, self.report = decide(flavour, model, frozen, optimizers, engine, arguments, obstacle)
 
     @contextlib.contextmanager
@@ -122,24 +132,52 @@ class EnginePlan:
         """A context for the call of fit; the model is as before afterwards, with the trained values in its kernels.
 
         Args:
-            hold: `hold(masks, optimizers)`: a context in which steps are traced with these masks held.
+            hold: as in Swap.
             arguments: what fit gets.
             changing: whether the masks change during the run.
         """
-        self._running = self._swap(hold, arguments, changing) if self._sites else None
-        say(self.report)
-        if self._running is None:
-            with hold(self._frozen, self._optimizers):
-                yield
-            return
+        self._hold, self._arguments, self._changing = hold, arguments, changing
+        self._start()
         try:
             yield
         finally:
+            self._stop()
+
+    def _start(self) -> None:
+        self._running = self._swap(self._hold, self._arguments, self._changing) if self._sites else None
+        if self._running is None:
+            self._dense.enter_context(self._hold(self._frozen, self._optimizers, None))
+        say(self.report)
+
+    def _stop(self) -> None:
+        if self._running is not None:
             self._running.close()
+        self._dense.close()
 
     def callbacks(self, given: list[Any]) -> list[Any]:
         """What fit needs as callbacks in `running`, so that those given find the model as it should be."""
-        return given if self._running is None else self._running.callbacks(given)
+        switches = self._auto and self._changing
+        if self._running is None and not switches:
+            return given
+        base = self._flavour.keras.callbacks.Callback
+        return surrounded(base, given, lambda: self._running, self._choose_again if switches else None)
+
+    def _choose_again(self, epoch: int) -> bool:
+        """Once the masks are sparser, swap what is faster now for the epochs that are left; whether that was done."""
+        left = {**self._arguments, "initial_epoch": epoch + 1}
+        if steps_of(left) == 0 or self._model.stop_training or self._count() > _SPARSER * self._kept:
+            return False
+        self._kept = self._count()
+        sites, report = decide(self._flavour, self._model, self._frozen, self._optimizers, "auto", left)
+        if not {site.path for site in sites} > {site.path for site in self._sites}:
+            return False
+        self._stop()
+        self._sites, self.report = sites, replace(report, from_epoch=epoch + 1)
+        self._start()
+        return self._running is not None
+
+    def _count(self) -> int:
+        return sum(int(np.count_nonzero(read(mask.keep))) for mask in self._frozen)
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """Within `running`, a context in which the model is as without the engine."""
@@ -249,8 +287,33 @@ def _forced(
     if not sites:
         told = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
         raise EngineError(f"engine='sparse' is not possible: {told}; use engine='auto'.")
-    swapped = tuple(SwappedWeight(site.path, 1.0 - site.density) for site in sites)
-    return sites, EngineReport("sparse", swapped, reason=_line(reasons))
+    times, gain = {}, None
+    if batch is not None:
+        steps = steps_of(arguments) or 0
+        used = {site.path: uses[site.path] for site in sites}
+        if _pays(steps, used, _TIMING_S * len(_fresh(sites, used))):
+            times = {site.path: seconds(site, used[site.path]) for site in sites}
+            saved = steps * sum(dense - sparse for dense, sparse in times.values())
+            gain = whole_gain(flavour, model, sites, batch[0]) if saved > _WORTH * _GAIN_S else None
+    swapped = tuple(SwappedWeight(site.path, 1.0 - site.density, *times.get(site.path, ())) for site in sites)
+    return sites, EngineReport("sparse", swapped, gain, _line(reasons))
+
+
+def _pays(steps: int, uses: Mapping[str, list[Use]], spent: float) -> bool:
+    """Whether a run is long enough to spend so many seconds before its first step."""
+    expected = steps * sum(use.multiplications for one in uses.values() for use in one)
+    return expected / _SLOW_MULTIPLICATIONS_PER_S >= _WORTH * spent
+
+
+def _fresh(sites: list[Site], uses: Mapping[str, list[Use]]) -> set[Use]:
+    """What has not been timed yet."""
+    return {use for site in sites for use in uses[site.path] if not timings.known(use, site.keep())}
+
+
+def seconds(site: Site, uses: list[Use]) -> tuple[float, float]:
+    """Seconds a step of the dense and of the sparse form."""
+    times = [(use.times, *timings.both_seconds(use, site.keep())) for use in uses]
+    return sum(n * dense for n, dense, _ in times), sum(n * sparse for n, _, sparse in times)
 
 
 def _probed(sites: list[Site], uses: Mapping[str, list[Use]]) -> list[Site]:
@@ -292,8 +355,7 @@ def _measured(
     if not sites:
         return [], _dense(_line(reasons) or "no weight can be computed from its kept values")
     everything = {site.path: uses[site.path] for site in sites}
-    expected = steps * sum(use.multiplications for one in everything.values() for use in one)
-    if expected / _SLOW_MULTIPLICATIONS_PER_S < _WORTH * _TRACE_S:
+    if not _pays(steps, everything, _TRACE_S):
         return [], _dense(too_short)
     if not built:
         saved = steps * sum(_expected_saving(site, everything[site.path]) for site in sites)
@@ -304,15 +366,12 @@ def _measured(
             )
         if not build.available():
             return [], _dense(build.reason() or "the engine cannot be built")
-    fresh = {u for site in sites for u in everything[site.path] if not timings.known(u, site.keep())}
-    if expected / _SLOW_MULTIPLICATIONS_PER_S < _WORTH * (_TRACE_S + _TIMING_S * len(fresh)):
+    if not _pays(steps, everything, _TRACE_S + _TIMING_S * len(_fresh(sites, everything))):
         return [], _dense(too_short)
 
     chosen, swapped, saved = [], [], 0.0
     for site in sites:
-        times = [timings.both_seconds(use, site.keep()) for use in everything[site.path]]
-        dense = sum(use.times * d for use, (d, _) in zip(everything[site.path], times, strict=True))
-        sparse = sum(use.times * s for use, (_, s) in zip(everything[site.path], times, strict=True))
+        dense, sparse = seconds(site, everything[site.path])
         if sparse <= _WINS * dense:
             chosen.append(site)
             swapped.append(SwappedWeight(site.path, 1.0 - site.density, dense, sparse))

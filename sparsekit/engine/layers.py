@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from sparsekit.engine.conv_functions import ConvStructure, sparse_conv1d, sparse_conv2d
@@ -37,8 +36,8 @@ class Operation(ABC):
         """The product with the full kernel, by TensorFlow's own op."""
 
     @abstractmethod
-    def structure(self, keep: np.ndarray) -> Any:
-        """Index arrays of a mask of the kernel's shape."""
+    def structure(self, keep: Any) -> Any:
+        """Index arrays of a mask of the kernel's shape, an array or a tensor."""
 
     @abstractmethod
     def sparse(
@@ -87,8 +86,8 @@ class Matrix(Operation):
         kernel = tf.convert_to_tensor(kernel)
         return tf.tensordot(x, kernel, self.contracted)
 
-    def structure(self, keep: np.ndarray) -> Structure:
-        return Structure.from_mask(np.reshape(keep, (self.inputs, self.outputs)))
+    def structure(self, keep: Any) -> Structure:
+        return Structure.from_mask(tf.reshape(keep, (self.inputs, self.outputs)))
 
     def sparse(
         self, x: Any, values: Any, structure: Any, bias: Any, activation: str | None, input_gradient: bool
@@ -147,7 +146,7 @@ class Convolution(Operation):
             padding = "VALID"
         return tf.nn.convolution(x, tf.convert_to_tensor(kernel), list(self.strides), padding, dilations=self.dilation)
 
-    def structure(self, keep: np.ndarray) -> ConvStructure:
+    def structure(self, keep: Any) -> ConvStructure:
         return ConvStructure.from_mask(keep, self.strides, self.padding, self.dilation, self.groups)
 
     def sparse(

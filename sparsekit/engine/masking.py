@@ -24,6 +24,28 @@ def keep_only(keep: Any, value: Any) -> tf.Tensor:
     return library().sparsekit_keep_only(value, keep)
 
 
+def drop_smallest(weight: Any, keep: Any, zeros: Any) -> tf.Tensor:
+    """The mask with the smallest magnitudes dropped until `zeros` positions are; of equal ones the first go first.
+
+    Args:
+        weight: float32.
+        keep: bool of the weight's shape, True = keep; what it drops stays dropped.
+        zeros: integer scalar.
+    """
+    return library().sparsekit_drop_smallest(weight, keep, tf.cast(zeros, tf.int64))
+
+
+def shrink(keep: tf.Variable, alive: tf.Variable, arrays: list[Any]) -> None:
+    """Take masked values out of the vectors of a kernel's kept values, and out of its mask; all of that or nothing.
+
+    Args:
+        keep: bool `tf.Variable`, the mask of the kernel; loses the positions of what is taken out.
+        alive: bool `tf.Variable` (kept,), True = stays; all True afterwards.
+        arrays: float32 `tf.Variable`s (kept,) of unknown length: values and optimizer slots.
+    """
+    library().sparsekit_shrink(keep.handle, alive.handle, [array.handle for array in arrays])
+
+
 def hold(variable: tf.Variable, keep: tf.Variable, drop: bool = False) -> None:
     """Set a variable's masked positions to +0.0 in place.
 

@@ -65,19 +65,27 @@ class Twin:
         model: the model, with its dense variables.
         optimizer: its optimizer, built.
         swapped: kernel, its values and what moves between the two.
+        varying: whether values may change their number.
 
     Raises:
         EngineError: if the optimizer cannot be made anew from its settings, or has arrays that fit no variable.
     """
 
-    def __init__(self, flavour: Flavour, model: Any, optimizer: Any, swapped: list[tuple[Any, Any, Mover]]) -> None:
+    def __init__(
+        self,
+        flavour: Flavour,
+        model: Any,
+        optimizer: Any,
+        swapped: list[tuple[Any, Any, Mover]],
+        varying: bool = False,
+    ) -> None:
         known = flavour.optimizer_targets(optimizer, model)
         if known is None:
             raise EngineError("the optimizer updates variables that are not the model's")
         values = {key_of(kernel): value for kernel, value, _ in swapped}
         targets = [values.get(key_of(variable), variable) for variable in known]
         try:
-            self.optimizer, pairs = flavour.twin(optimizer, targets, [(k, v) for k, v, _ in swapped])
+            self.optimizer, pairs = flavour.twin(optimizer, targets, [(k, v) for k, v, _ in swapped], varying)
         except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
             raise EngineError(
                 f"{type(optimizer).__name__} cannot be made anew from its settings ({type(error).__name__}: {error})"
@@ -88,13 +96,17 @@ class Twin:
 
     @staticmethod
     def _pair(theirs: Any, ours: Any, owners: dict[int, tuple[str, float]], movers: dict[str, Mover]) -> _Pair:
-        if tuple(theirs.shape) == tuple(ours.shape):
-            return _Pair(ours, theirs, None, 0.0)
         key, fresh = owners.get(id(native(theirs)), ("", 0.0))
         mover = movers.get(key)
-        if mover is None or tuple(theirs.shape) != mover.shape:
+        if mover is not None and tuple(theirs.shape) == mover.shape:
+            return _Pair(ours, theirs, mover, fresh)
+        if not native(ours).shape.is_compatible_with(theirs.shape):
             raise EngineError(f"the optimizer's array {theirs.name} of shape {tuple(theirs.shape)} fits no kernel")
-        return _Pair(ours, theirs, mover, fresh)
+        return _Pair(ours, theirs, None, 0.0)
+
+    def arrays(self, mover: Mover) -> list[Any]:
+        """The slots of the values that a mover moves."""
+        return [native(pair.ours) for pair in self._pairs if pair.mover is mover]
 
     def take(self) -> None:
         """Take the slots over; the user's optimizer keeps its own until `drop_theirs`."""

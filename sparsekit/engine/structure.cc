@@ -185,40 +185,6 @@ class ScatterOp : public OpKernel {
   int64_t outputs_;
 };
 
-// Values of one mask's kept weights, carried to another mask by position; a weight that was not kept before starts at 0.
-class CarryOp : public OpKernel {
- public:
-  explicit CarryOp(OpKernelConstruction* context) : OpKernel(context) {}
-
-  void Compute(OpKernelContext* context) override {
-    const Tensor& values = context->input(0);
-    const Tensor& old_pointers = context->input(1);
-    const Tensor& old_columns = context->input(2);
-    const Tensor& pointers = context->input(3);
-    const Tensor& columns = context->input(4);
-    OP_REQUIRES_OK(context, CheckVector("values", values, old_columns.NumElements()));
-    OP_REQUIRES_OK(context, CheckVector("old_columns", old_columns, values.NumElements()));
-    OP_REQUIRES_OK(context, CheckPointers("old_row_pointers", old_pointers, values.NumElements()));
-    OP_REQUIRES_OK(context, CheckVector("columns", columns, columns.NumElements()));
-    OP_REQUIRES_OK(context, CheckPointers("row_pointers", pointers, columns.NumElements()));
-    OP_REQUIRES_OK(context, CheckVector("row_pointers", pointers, old_pointers.NumElements()));
-    Tensor* carried = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, columns.shape(), &carried));
-    const bool good = ForEachRow(
-        context, pointers, columns, std::numeric_limits<int32_t>::max(),
-        4.0 * (columns.NumElements() + old_columns.NumElements()), [&](int64_t row, int32_t first, int32_t last) {
-          int32_t old = Ints(old_pointers)[row];
-          const int32_t old_last = Ints(old_pointers)[row + 1];
-          for (int32_t k = first; k < last; ++k) {
-            while (old < old_last && Ints(old_columns)[old] < Ints(columns)[k]) ++old;
-            const bool known = old < old_last && Ints(old_columns)[old] == Ints(columns)[k];
-            Floats(carried)[k] = known ? Floats(values)[old] : 0.0f;
-          }
-        });
-    OP_REQUIRES(context, good, InvalidArgument("columns must not be negative"));
-  }
-};
-
 absl::Status VectorInputs(InferenceContext* c, int first, int last) {
   ShapeHandle vector;
   for (int i = first; i <= last; ++i) TF_RETURN_IF_ERROR(c->WithRank(c->input(i), 1, &vector));
@@ -275,20 +241,6 @@ REGISTER_OP("SparsekitScatter")
       return absl::OkStatus();
     });
 REGISTER_KERNEL_BUILDER(Name("SparsekitScatter").Device(tensorflow::DEVICE_CPU), ScatterOp);
-
-REGISTER_OP("SparsekitCarry")
-    .Input("values: float")
-    .Input("old_row_pointers: int32")
-    .Input("old_columns: int32")
-    .Input("row_pointers: int32")
-    .Input("columns: int32")
-    .Output("carried: float")
-    .SetShapeFn([](InferenceContext* c) {
-      TF_RETURN_IF_ERROR(VectorInputs(c, 0, 4));
-      c->set_output(0, c->input(4));
-      return absl::OkStatus();
-    });
-REGISTER_KERNEL_BUILDER(Name("SparsekitCarry").Device(tensorflow::DEVICE_CPU), CarryOp);
 
 }  // namespace
 }  // namespace sparsekit

@@ -3,6 +3,9 @@
 While swapped, a layer's trainable variable is the vector of its kept values and its `call` uses the sparse ops; the
 model's optimizer is a twin of the user's for these variables. The memory of kernels and of the user's slots is given
 back meanwhile. Whenever a callback may look, everything is put back first and taken again afterwards.
+
+Where steps change the masks, the vectors have no fixed length: what a step drops is taken out of the values and slots
+within that step, and the index arrays, which are variables then, are made anew.
 """
 
 from __future__ import annotations
@@ -15,22 +18,23 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from sparsekit.engine import masking
+from sparsekit.engine.functions import varying
 from sparsekit.engine.sites import Site, sparse_calls
 from sparsekit.engine.slots import Mover, Twin, empty, put
-from sparsekit.engine.watching import HOOKS, looks
 from sparsekit.errors import EngineError
 from sparsekit.flavour import Flavour, native
 from sparsekit.frozen import FrozenMask, FrozenMasks
 
-# A mask that lost more than this share of its positions gets new index arrays.
-_LOSS = 0.2
+# `hold(masks, optimizers, settle)`, see Swap.
+Hold = Callable[[FrozenMasks, list[Any], Callable[[float], None] | None], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
 class _Swapped:
     """A kernel and what stands in for it.
 
-    `bits` is the mask for which the index arrays were made; `live` masks the values where masks change.
+    `bits` is the mask for which constant index arrays were made; `live` masks the values where masks change.
     """
 
     site: Site
@@ -41,13 +45,19 @@ class _Swapped:
     live: FrozenMask | None
 
     def fits(self) -> bool:
-        """Whether the index arrays still serve the mask of the kernel."""
-        keep = self.site.keep()
-        made_for = np.unpackbits(self.bits, count=keep.size).astype(np.bool_).reshape(keep.shape)
-        if self.live is None:
-            return bool(np.array_equal(keep, made_for))
-        lost, grown = np.count_nonzero(made_for & ~keep), np.count_nonzero(keep & ~made_for)
-        return grown == 0 and bool(lost <= _LOSS * np.count_nonzero(made_for))
+        """Whether the index arrays serve the mask of the kernel, or can be made to."""
+        return self.live is not None or bool(np.array_equal(self.bits, np.packbits(self.site.keep())))
+
+    def renew(self) -> None:
+        """Give index arrays that are variables the contents for the kernel's mask."""
+        arrays = self.site.operation.structure(tf.convert_to_tensor(self.site.mask.keep)).arrays()
+        for variable, array in zip(self.structure.arrays(), arrays, strict=True):
+            variable.assign(array)
+
+    def shrink(self, slots: list[Any]) -> None:
+        """Take masked values out of values, slots and the kernel's mask."""
+        assert self.live is not None
+        masking.shrink(self.site.mask.keep, self.live.keep, [native(self.values), *slots])
 
 
 @dataclass(eq=False)
@@ -59,7 +69,8 @@ class Swap:
         model: a compiled model.
         frozen: all of its masks.
         sites: the kernels to stand in for.
-        hold: `hold(masks, optimizers)`: a context in which steps are traced with these masks held.
+        hold: `hold(masks, optimizers, settle)`: a context in which steps are traced with these masks held; they call
+            `settle(share)` once masks have changed.
         changing: whether steps change the masks.
 
     Raises:
@@ -70,7 +81,7 @@ class Swap:
     model: Any
     frozen: FrozenMasks
     sites: list[Site]
-    hold: Callable[[FrozenMasks, list[Any]], contextlib.AbstractContextManager[None]]
+    hold: Hold
     changing: bool = False
     _state: str = field(default="out", init=False)
 
@@ -91,7 +102,7 @@ class Swap:
         live = [swapped.live for swapped in self._swapped if swapped.live is not None]
         self._rest = self.frozen.without({site.path for site in self.sites}, live)
         moved = [(s.site.kernel, s.values, s.mover) for s in self._swapped]
-        self._twin = Twin(flavour, self.model, self._optimizer, moved)
+        self._twin = Twin(flavour, self.model, self._optimizer, moved, self.changing)
         self._calls = sparse_calls(flavour, [(s.site, s.values, s.structure) for s in self._swapped])
         self._twin.drop_ours()
         for swapped in self._swapped:
@@ -99,16 +110,15 @@ class Swap:
         self._functions.pop("in", None)
 
     def _stand_in(self, site: Site) -> _Swapped:
-        keep = np.array(site.keep())
-        shape = tuple(int(n) for n in site.kernel.shape)
-        mover = Mover(shape, tf.constant(keep) if self.changing else site.mask.keep)
-        values = self.flavour.values_variable(site.kernel, mover.gather(native(site.kernel)))
-        live = None
+        keep = site.keep()
+        mover = Mover(tuple(int(n) for n in site.kernel.shape), site.mask.keep)
+        values = self.flavour.values_variable(site.kernel, mover.gather(native(site.kernel)), self.changing)
+        structure, live = site.operation.structure(keep), None
         if self.changing:
-            kept = int(np.count_nonzero(keep))
-            alive = tf.Variable(tf.ones([kept], tf.bool), trainable=False, name="sparsity_mask")
-            live = FrozenMask(site.path, values, alive, site.mask.pattern, site.mask.target, keep.size - kept)
-        return _Swapped(site, mover, site.operation.structure(keep), values, np.packbits(keep), live)
+            structure = structure.in_variables()
+            alive = varying(tf.ones([np.count_nonzero(keep)], tf.bool))
+            live = FrozenMask(site.path, values, alive, site.mask.pattern, site.mask.target, keep.size)
+        return _Swapped(site, mover, structure, values, np.packbits(keep), live)
 
     def _goes_around(self, layer: Any) -> bool:
         cell = getattr(layer, "cell", None)
@@ -126,9 +136,11 @@ class Swap:
         if not all(swapped.fits() for swapped in self._swapped):
             self._build()
         for swapped in self._swapped:
-            put(swapped.values, swapped.mover.gather(native(swapped.site.kernel)))
+            values = swapped.mover.gather(native(swapped.site.kernel))
+            put(swapped.values, values)
             if swapped.live is not None:
-                swapped.live.keep.assign(swapped.mover.gather(tf.cast(swapped.site.mask.keep, tf.float32)) != 0.0)
+                swapped.live.keep.assign(tf.ones(values.shape, tf.bool))
+                swapped.renew()
         self._twin.take()
         self._state = "in"
         for swapped in self._swapped:
@@ -147,10 +159,9 @@ class Swap:
         """Swap out: kernels, slots and the model are as without the engine. Can be repeated if it was interrupted."""
         if self._state == "in":
             for swapped in self._swapped:
-                put(swapped.site.kernel, swapped.mover.scatter(native(swapped.values)))
                 if swapped.live is not None:
-                    alive = swapped.mover.scatter(tf.cast(swapped.live.keep, tf.float32))
-                    swapped.site.mask.keep.assign(alive != 0.0)
+                    swapped.shrink(self._twin.arrays(swapped.mover))
+                put(swapped.site.kernel, swapped.mover.scatter(native(swapped.values)))
             self._twin.give_back()
             self._state = "leaving"
         if self._state == "leaving":
@@ -205,9 +216,25 @@ class Swap:
         """Hold the masks that are left for the optimizer that is in place."""
         self._stack.close()
         if self._state == "in":
-            self._stack.enter_context(self.hold(self._rest, [self._twin.optimizer]))
+            self._stack.enter_context(self.hold(self._rest, [self._twin.optimizer], self._settle))
         else:
-            self._stack.enter_context(self.hold(self.frozen, [self._optimizer]))
+            self._stack.enter_context(self.hold(self.frozen, [self._optimizer], None))
+
+    def _settle(self, share: float) -> None:
+        """In a step: where more than this share of a kernel's values is masked, go on with the others alone."""
+        for swapped in self._swapped:
+            if swapped.live is None:
+                continue
+            alive = tf.convert_to_tensor(swapped.live.keep)
+            size, left = tf.size(alive), tf.math.count_nonzero(alive, dtype=tf.int32)
+            due = tf.cast(size - left, tf.float32) > share * tf.cast(size, tf.float32)
+            slots = self._twin.arrays(swapped.mover)
+
+            def shrink(swapped: _Swapped = swapped, slots: list[Any] = slots) -> None:
+                swapped.shrink(slots)
+                swapped.renew()
+
+            tf.cond(due, shrink, lambda: None)
 
     def _exchange_functions(self, old: str, new: str) -> None:
         """Each of the two states has compiled functions of its own, which are traced once."""
@@ -228,35 +255,3 @@ class Swap:
         finally:
             if was_in:
                 self.enter()
-
-    def callbacks(self, given: list[Any]) -> list[Any]:
-        """The user's callbacks between two of ours, which see to it that they find the model as it should be."""
-        base = self.flavour.keras.callbacks.Callback
-        watched = [hook for hook in HOOKS if any(looks(base, callback, hook) for callback in given)]
-        resume: list[bool] = []
-
-        def before(*_: Any, **__: Any) -> None:
-            resume.append(self.is_in)
-            self.leave()
-
-        def after(*_: Any, **__: Any) -> None:
-            if resume and resume.pop():
-                self.enter()
-
-        def begin(*_: Any, **__: Any) -> None:
-            resume.clear()
-            self.enter()
-
-        def end(*_: Any, **__: Any) -> None:
-            self.leave()
-
-        first = {**dict.fromkeys(watched, before), "on_train_end": end}
-        last = {**dict.fromkeys(watched, after), "on_train_begin": begin}
-        return [_callback(base, first), *given, _callback(base, last)]
-
-
-def _callback(base: type, hooks: dict[str, Callable[..., None]]) -> Any:
-    methods = {name: staticmethod(hook) for name, hook in hooks.items()}
-    made = type("EngineCallback", (base,), {**methods, "async_safe": False})()
-    made._supports_tf_logs = True
-    return made

@@ -1,7 +1,8 @@
-"""Which callbacks may look at a model's weights, and when."""
+"""Which callbacks may look at a model's weights, and when; what stands around them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 HOOKS = tuple(
@@ -17,7 +18,8 @@ _LOOKS = {
     "CSVLogger": _NEVER,
     "RemoteMonitor": _NEVER,
     "TerminateOnNaN": _NEVER,
-    "LearningRateScheduler": _NEVER,
+    # It calls a function of the user's.
+    "LearningRateScheduler": frozenset({"on_epoch_begin"}),
     "ReduceLROnPlateau": _NEVER,
     "TensorBoard": frozenset({"on_epoch_end"}),
     "EarlyStopping": frozenset({"on_epoch_end"}),
@@ -43,3 +45,58 @@ def looks(base: type, callback: Any, hook: str) -> bool:
     # Some save in the middle of an epoch, if told so.
     often = isinstance(getattr(callback, "save_freq", "epoch"), int) and hook == "on_train_batch_end"
     return often or hook in _LOOKS[kind.__name__]
+
+
+def surrounded(
+    base: type, given: list[Any], running: Callable[[], Any], ended: Callable[[int], bool] | None = None
+) -> list[Any]:
+    """Callbacks between two of ours, which see to it that those find the model as without the engine.
+
+    Args:
+        base: the Callback class of the model's Keras.
+        given: the user's callbacks.
+        running: the `Swap` that the run uses now, or None.
+        ended: called with the number of each epoch that ended, while the model is as without the engine; says whether
+            `running` has something new to enter.
+    """
+    watched = {hook for hook in HOOKS if any(looks(base, callback, hook) for callback in given)}
+    if ended is not None:
+        watched.add("on_epoch_end")
+    resume: list[bool] = []
+
+    def before(*_: Any, **__: Any) -> None:
+        swap = running()
+        resume.append(swap is not None and swap.is_in)
+        if swap is not None:
+            swap.leave()
+
+    def after(*_: Any, **__: Any) -> None:
+        if resume and resume.pop():
+            running().enter()
+
+    def epoch_end(epoch: int, *_: Any, **__: Any) -> None:
+        if ended is not None and ended(epoch):
+            resume[-1] = True
+        after()
+
+    def begin(*_: Any, **__: Any) -> None:
+        resume.clear()
+        if running() is not None:
+            running().enter()
+
+    def end(*_: Any, **__: Any) -> None:
+        if running() is not None:
+            running().leave()
+
+    first = {**dict.fromkeys(watched, before), "on_train_end": end}
+    last = {**dict.fromkeys(watched, after), "on_train_begin": begin}
+    if "on_epoch_end" in watched:
+        last["on_epoch_end"] = epoch_end
+    return [_callback(base, first), *given, _callback(base, last)]
+
+
+def _callback(base: type, hooks: dict[str, Callable[..., None]]) -> Any:
+    methods = {name: staticmethod(hook) for name, hook in hooks.items()}
+    made = type("EngineCallback", (base,), {**methods, "async_safe": False})()
+    made._supports_tf_logs = True
+    return made

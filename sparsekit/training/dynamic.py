@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,20 @@ from ..frozen import FrozenMask, FrozenMasks, keep_only
 from ..schedules import Schedule
 from .enforcement import assign, hold, on_all_replicas
 
+# `settle(share)`: let go of masked values, where more than this share of a kernel's values is masked.
+Settle = Callable[[float], None]
+
+# Zeros that come one by one are taken out of the kept values when the update count is a multiple of this, ...
+_SETTLE_EVERY = 100
+# ... and only where they are more than this share.
+_SETTLE_SHARE = 1 / 16
+
 
 class Dynamic(ABC):
     """Holds the masked weights at zero after an update and changes the masks; the same on every replica."""
 
     frozen: FrozenMasks
+    settle: Settle | None = None
     zeros_stay = False
 
     @abstractmethod
@@ -32,10 +41,10 @@ class Dynamic(ABC):
             masks: masks of the weights to hold; what else there is has been held.
         """
 
-    def over(self, frozen: FrozenMasks) -> Dynamic:
-        """The same for other masks."""
+    def over(self, frozen: FrozenMasks, settle: Settle | None = None) -> Dynamic:
+        """The same for other masks; `settle` is called in the graph once some have changed."""
         other = copy.copy(self)
-        other.frozen = frozen
+        other.frozen, other.settle = frozen, settle
         return other
 
 
@@ -54,11 +63,14 @@ class ZerosStay(Dynamic):
         self.fused = fused
 
     def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
-        del updates
+        settle = self.settle
 
         def update(strategy: tf.distribute.Strategy) -> None:
             for mask in masks:
                 assign(strategy, mask.variable, self._hold_and_drop, mask.keep)
+            if settle is not None:
+                due = tf.equal(tf.cast(updates, tf.int64) % _SETTLE_EVERY, 0)
+                tf.cond(due, functools.partial(settle, _SETTLE_SHARE), lambda: None)
 
         on_all_replicas(update)
 
@@ -105,24 +117,28 @@ class Gradual(Dynamic):
     def _drop(self, sparsity: tf.Tensor) -> None:
         strategy = tf.distribute.get_strategy()
         for mask in self.frozen:
-            keep_largest = functools.partial(_keep_largest, sparsity=sparsity, dropped=mask.dropped)
-            assign(strategy, mask.keep, keep_largest, mask.variable)
+            assign(strategy, mask.keep, self._keep_largest, mask.variable, sparsity, mask.size)
             assign(
                 strategy,
                 mask.variable,
                 lambda weight, keep: weight.assign(keep_only(keep, weight)),
                 mask.keep,
             )
+        if self.settle is not None:
+            self.settle(0.0)
 
-
-def _keep_largest(keep: tf.Variable, weight: Any, sparsity: tf.Tensor, dropped: int) -> None:
-    """Drop the smallest magnitudes; what is dropped stays so, and of equal ones the first is dropped first."""
-    current = tf.convert_to_tensor(keep)
-    scores = tf.where(current, tf.abs(tf.cast(weight, tf.float32)), -tf.ones(current.shape))
-    size = int(np.prod(current.shape))
-    zeros = tf.cast(tf.round(tf.round(sparsity * ((size + dropped) * 1e6)) / 1e6), tf.int32) - dropped
-    zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
-    order = tf.argsort(tf.reshape(scores, [-1]), stable=True)
-    # A slice of `zeros` elements would have XLA compile anew for each length.
-    flat = tf.scatter_nd(order[:, None], tf.range(size) >= zeros, [size])
-    keep.assign(tf.reshape(flat, current.shape))
+    def _keep_largest(self, keep: tf.Variable, weight: Any, sparsity: tf.Tensor, whole: int | None) -> None:
+        """Drop the smallest magnitudes; what is dropped stays so, and of equal ones the first is dropped first."""
+        current, weight = tf.convert_to_tensor(keep), tf.convert_to_tensor(weight)
+        size = tf.size(current)
+        whole = whole or int(np.prod(current.shape))
+        zeros = tf.cast(tf.round(tf.round(sparsity * (whole * 1e6)) / 1e6), tf.int32) - (whole - size)
+        zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
+        if self.fused and weight.dtype == tf.float32:
+            keep.assign(masking.drop_smallest(weight, current, zeros))
+            return
+        scores = tf.where(current, tf.abs(tf.cast(weight, tf.float32)), tf.constant(-1.0))
+        order = tf.argsort(tf.reshape(scores, [-1]), stable=True)
+        # A slice of `zeros` elements would have XLA compile anew for each length.
+        flat = tf.scatter_nd(order[:, None], tf.range(size) >= zeros, [size])
+        keep.assign(tf.reshape(flat, tf.shape(current)))

@@ -45,8 +45,8 @@ class Choose(Protocol):
     def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
         """Hold the weights of `masks`, then change masks; `updates` is the number of optimizer updates so far."""
 
-    def over(self, frozen: FrozenMasks) -> Choose:
-        """The same for other masks."""
+    def over(self, frozen: FrozenMasks, settle: Callable[[float], None] | None = None) -> Choose:
+        """The same for other masks; `settle` is called in the graph once some have changed."""
         ...
 
 

@@ -18,7 +18,7 @@ from ..flavour import Flavour, flavour_of
 from ..frozen import FrozenMasks, frozen_masks
 from ..schedules import Schedule
 from ..weights import not_finite
-from .dynamic import Dynamic, Gradual, ZerosStay
+from .dynamic import Dynamic, Gradual, Settle, ZerosStay
 from .enforcement import MODES, Enforcement, enforced, optimizers_of, wrap_updates
 
 MASKS = ("static", "dynamic")
@@ -108,8 +108,10 @@ def fit(
         arguments["callbacks"] = [_sparsity_log(flavour, frozen), *(arguments.get("callbacks") or ())]
     flavour.forget_train_function(model)
 
-    def hold(masks: FrozenMasks, held: list[Any]) -> contextlib.AbstractContextManager[None]:
-        choose = enforcement.choose.over(masks) if enforcement.choose is not None else None
+    def hold(
+        masks: FrozenMasks, held: list[Any], settle: Settle | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        choose = enforcement.choose.over(masks, settle) if enforcement.choose is not None else None
         return enforced(dataclasses.replace(enforcement, frozen=masks, choose=choose), model, held)
 
     try:
