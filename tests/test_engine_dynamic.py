@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import KERAS, both, values
 from test_engine_ops import with_engine
-from test_engine_swap import FIT, images, make_optimizer, mlp, run_both, sequences, warm
+from test_engine_swap import FIT, images, make_optimizer, mlp, run_both, warm
 
 import sparsekit
 from sparsekit.engine import functions as engine
@@ -134,7 +134,18 @@ def test_a_schedule_with_clipping_accumulation_and_several_steps_a_call(flavour:
     run_both(make, epochs=4, schedule=Polynomial(0.8, end_step=7, frequency=3), steps_per_execution=2)
 
 
-@pytest.mark.parametrize(("flavour", "build"), [("keras", images), ("tf_keras", images), ("keras", sequences)])
+def sequences(k: Any) -> tuple[Any, tuple[int, ...]]:
+    layers = [
+        k.layers.Input((4, 5)),
+        k.layers.EinsumDense("abc,cd->abd", output_shape=(None, 4), activation="relu", name="a"),
+        k.layers.LSTM(5, name="b"),
+        k.layers.Dense(2, name="c"),
+    ]
+    return k.Sequential(layers, name="sequences"), (4, 5)
+
+
+@both
+@pytest.mark.parametrize("build", [images, sequences])
 def test_a_schedule_for_every_kind_of_layer(flavour: str, build: Any) -> None:
     k = KERAS[flavour]
 
