@@ -4,6 +4,7 @@
 #include <numeric>
 #include <vector>
 
+#include "bits.h"
 #include "parallel.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -166,18 +167,19 @@ class ShrinkOp : public OpKernel {
     }
     std::memset(Bytes(&ones), 1, left);
     Parallel(context, whole.parts, [&](int64_t part) {
-      const uint8_t* from = Bytes(*mask);
+      const int64_t begin = whole.Begin(part), end = whole.End(part);
       const uint8_t* lives = Bytes(*alive) + offsets[part];
-      for (int64_t i = whole.Begin(part); i < whole.End(part); ++i) {
-        Bytes(&narrowed)[i] = from[i] != 0 && *lives++ != 0;
-      }
+      uint8_t* to = Bytes(&narrowed);
+      std::memset(to + begin, 0, end - begin);
+      ForEachSet(Bytes(*mask), begin, end, [&](int64_t i) { to[i] = *lives++; });
     });
     Parallel(context, cut.parts, [&](int64_t part) {
+      const uint8_t* lives = Bytes(*alive);
       for (int i = 2; i < count; ++i) {
         const float* from = Floats(*variables[i]->tensor());
         float* to = Floats(&arrays[i - 2]) + starts[part];
         for (int64_t k = cut.Begin(part); k < cut.End(part); ++k) {
-          if (Bytes(*alive)[k] != 0) *to++ = from[k];
+          if (lives[k] != 0) *to++ = from[k];
         }
       }
     });
@@ -191,9 +193,7 @@ class ShrinkOp : public OpKernel {
   static std::vector<int64_t> Starts(OpKernelContext* context, const Cut& cut, const uint8_t* bytes) {
     std::vector<int64_t> starts(cut.parts + 1, 0);
     Parallel(context, cut.parts, [&](int64_t part) {
-      int64_t count = 0;
-      for (int64_t i = cut.Begin(part); i < cut.End(part); ++i) count += bytes[i] != 0;
-      starts[part + 1] = count;
+      starts[part + 1] = CountSet(bytes, cut.Begin(part), cut.End(part));
     });
     std::partial_sum(starts.begin(), starts.end(), starts.begin());
     return starts;

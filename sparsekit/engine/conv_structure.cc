@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "bits.h"
 #include "parallel.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -74,9 +75,7 @@ class ConvStructureOp : public OpKernel {
     const int64_t rows = keep.dim_size(0), cols = keep.dim_size(1), inner = keep.dim_size(2), filters = keep.dim_size(3);
     const int64_t taps = rows * cols, channels = inner * groups_, group_filters = filters / groups_;
     const uint8_t* bits = static_cast<const uint8_t*>(keep.data());
-    const int64_t size = keep.NumElements();
-    int64_t kept = 0;
-    for (int64_t i = 0; i < size; ++i) kept += bits[i] != 0;
+    const int64_t kept = CountSet(bits, 0, keep.NumElements());
     const double average = std::max(static_cast<double>(kept) * groups_ / (channels * filters), 1e-9);
     const int64_t reach_rows = (rows - 1) * dilations_[0] / strides_[0];
     const int64_t reach_cols = (cols - 1) * dilations_[1] / strides_[1];
@@ -96,9 +95,10 @@ class ConvStructureOp : public OpKernel {
       const uint8_t* at = bits;
       for (int64_t tap = 0; tap < taps; ++tap) {
         for (int64_t channel = 0; channel < inner; ++channel) {
-          for (int64_t filter = 0; filter < filters; ++filter) {
-            if (*at++ != 0) visit(tap, channel + filter / group_filters * inner, filter);
-          }
+          ForEachSet(at, 0, filters, [&](int64_t filter) {
+            visit(tap, channel + filter / group_filters * inner, filter);
+          });
+          at += filters;
         }
       }
     };
@@ -130,12 +130,14 @@ class ConvStructureOp : public OpKernel {
     walk([&](int64_t tap, int64_t channel, int64_t filter) { ++at[entry(tap, channel, filter).first + 1]; });
     std::partial_sum(at, at + lists + 1, at);
     std::vector<int32_t> next(at, at + lists);
+    int32_t* const operands = Ints(taps);
+    int32_t* const place_of = Ints(places);
     int32_t place = 0;
     walk([&](int64_t tap, int64_t channel, int64_t filter) {
       const auto [list, operand] = entry(tap, channel, filter);
       const int32_t k = next[list]++;
-      Ints(taps)[k] = static_cast<int32_t>(operand);
-      Ints(places)[k] = place++;
+      operands[k] = static_cast<int32_t>(operand);
+      place_of[k] = place++;
     });
     return absl::OkStatus();
   }

@@ -124,7 +124,7 @@ class EnginePlan:
         self._auto = engine == "auto" and obstacle is None
         self._running: Swap | None = None
         self._dense = contextlib.ExitStack()
-        self._kept = self._count()
+        self._density = 1.0 - self.sparsity()
         self._sites, self.report = decide(flavour, model, frozen, optimizers, engine, arguments, obstacle)
 
     @contextlib.contextmanager
@@ -165,9 +165,12 @@ class EnginePlan:
     def _choose_again(self, epoch: int) -> bool:
         """Once the masks are sparser, swap what is faster now for the epochs that are left; whether that was done."""
         left = {**self._arguments, "initial_epoch": epoch + 1}
-        if steps_of(left) == 0 or self._model.stop_training or self._count() > _SPARSER * self._kept:
+        density = 1.0 - self.sparsity()
+        if steps_of(left) == 0 or self._model.stop_training or density > _SPARSER * self._density:
             return False
-        self._kept = self._count()
+        self._density = density
+        if self._running is not None:
+            self._running.leave()
         sites, report = decide(self._flavour, self._model, self._frozen, self._optimizers, "auto", left)
         if not {site.path for site in sites} > {site.path for site in self._sites}:
             return False
@@ -176,8 +179,12 @@ class EnginePlan:
         self._start()
         return self._running is not None
 
-    def _count(self) -> int:
-        return sum(int(np.count_nonzero(read(mask.keep))) for mask in self._frozen)
+    def sparsity(self) -> float:
+        """Fraction of all masked weights that are zero now."""
+        masks = self._frozen if self._running is None else self._running.masks
+        size = sum(mask.size or math.prod(mask.keep.shape) for mask in masks)
+        kept = sum(int(np.count_nonzero(read(mask.keep))) for mask in masks)
+        return (size - kept) / size if size else 0.0
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """Within `running`, a context in which the model is as without the engine."""

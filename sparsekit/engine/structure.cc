@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "bits.h"
 #include "parallel.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -44,9 +45,7 @@ class StructureOp : public OpKernel {
     std::vector<int64_t> counts(inputs);
     Parallel(context, parts, [&](int64_t part) {
       for (int64_t i = inputs * part / parts; i < inputs * (part + 1) / parts; ++i) {
-        int64_t count = 0;
-        for (int64_t o = 0; o < outputs; ++o) count += bits[i * outputs + o] != 0;
-        counts[i] = count;
+        counts[i] = CountSet(bits, i * outputs, (i + 1) * outputs);
       }
     });
     int64_t kept = 0;
@@ -68,10 +67,7 @@ class StructureOp : public OpKernel {
     Parallel(context, parts, [&](int64_t part) {
       for (int64_t i = inputs * part / parts; i < inputs * (part + 1) / parts; ++i) {
         int32_t* to = column_of + row_at[i];
-        int32_t* const end = column_of + row_at[i + 1];
-        for (int64_t o = 0; to < end; ++o) {
-          if (bits[i * outputs + o] != 0) *to++ = static_cast<int32_t>(o);
-        }
+        ForEachSet(bits + i * outputs, 0, outputs, [&](int64_t o) { *to++ = static_cast<int32_t>(o); });
       }
     });
 

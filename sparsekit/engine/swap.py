@@ -125,6 +125,11 @@ class Swap:
         return self.flavour.uses_cudnn_call(layer) and any(site.layer is cell for site in self.sites)
 
     @property
+    def masks(self) -> FrozenMasks:
+        """The masks that steps hold now: of kept values alone where those stand in."""
+        return self._rest if self._state == "in" else self.frozen
+
+    @property
     def is_in(self) -> bool:
         return self._state == "in"
 

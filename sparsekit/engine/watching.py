@@ -36,6 +36,8 @@ def looks(base: type, callback: Any, hook: str) -> bool:
         callback: a user's callback.
         hook: name of the method.
     """
+    if getattr(callback, "reads_no_weights", False):
+        return False
     method = getattr(callback, hook, None)
     if method is None or getattr(method, "__func__", method) is getattr(base, hook, None):
         return False
@@ -56,12 +58,10 @@ def surrounded(
         base: the Callback class of the model's Keras.
         given: the user's callbacks.
         running: the `Swap` that the run uses now, or None.
-        ended: called with the number of each epoch that ended, while the model is as without the engine; says whether
-            `running` has something new to enter.
+        ended: called with the number of each epoch that ended; may leave what runs, and says whether `running` has
+            something new to enter.
     """
     watched = {hook for hook in HOOKS if any(looks(base, callback, hook) for callback in given)}
-    if ended is not None:
-        watched.add("on_epoch_end")
     resume: list[bool] = []
 
     def before(*_: Any, **__: Any) -> None:
@@ -75,6 +75,8 @@ def surrounded(
             running().enter()
 
     def epoch_end(epoch: int, *_: Any, **__: Any) -> None:
+        if "on_epoch_end" not in watched:
+            resume.append(running() is not None and running().is_in)
         if ended is not None and ended(epoch):
             resume[-1] = True
         after()
@@ -90,7 +92,7 @@ def surrounded(
 
     first = {**dict.fromkeys(watched, before), "on_train_end": end}
     last = {**dict.fromkeys(watched, after), "on_train_begin": begin}
-    if "on_epoch_end" in watched:
+    if "on_epoch_end" in watched or ended is not None:
         last["on_epoch_end"] = epoch_end
     return [_callback(base, first), *given, _callback(base, last)]
 

@@ -31,6 +31,8 @@ class Dynamic(ABC):
     frozen: FrozenMasks
     settle: Settle | None = None
     zeros_stay = False
+    # Whether no masked value is left once a step that changed masks has settled.
+    settles_at_once = False
 
     @abstractmethod
     def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
@@ -94,6 +96,8 @@ class Gradual(Dynamic):
         first_update: how many updates the optimizer had made when the schedule began.
         fused: hold the weights with the engine's one-pass op.
     """
+
+    settles_at_once = True
 
     def __init__(self, frozen: FrozenMasks, schedule: Schedule, first_update: int = 0, fused: bool = False) -> None:
         self.frozen = frozen

@@ -41,6 +41,7 @@ class Choose(Protocol):
     """Holds masked weights and changes the masks."""
 
     zeros_stay: bool  # whether all it changes is to mask each weight that is zero after an update
+    settles_at_once: bool  # whether no masked value is left once `settle` was called
 
     def __call__(self, updates: Any, masks: Iterable[FrozenMask]) -> None:
         """Hold the weights of `masks`, then change masks; `updates` is the number of optimizer updates so far."""

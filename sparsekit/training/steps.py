@@ -105,13 +105,16 @@ def fit(
     _clean(model, enforcement, optimizers)
     if enforcement.choose is not None:
         # First, so that those of the user find the value in their logs.
-        arguments["callbacks"] = [_sparsity_log(flavour, frozen), *(arguments.get("callbacks") or ())]
+        arguments["callbacks"] = [_sparsity_log(flavour, plan), *(arguments.get("callbacks") or ())]
     flavour.forget_train_function(model)
 
     def hold(
         masks: FrozenMasks, held: list[Any], settle: Settle | None = None
     ) -> contextlib.AbstractContextManager[None]:
         choose = enforcement.choose.over(masks, settle) if enforcement.choose is not None else None
+        if choose is not None and choose.settles_at_once:
+            # Of kept values none is masked from one step to the next.
+            masks = masks.without({mask.path for mask in masks if mask.size is not None})
         return enforced(dataclasses.replace(enforcement, frozen=masks, choose=choose), model, held)
 
     try:
@@ -186,13 +189,15 @@ def _warn_of_unreached(gradual: Gradual, frozen: FrozenMasks, done: int) -> None
         )
 
 
-def _sparsity_log(flavour: Flavour, frozen: FrozenMasks) -> Any:
+def _sparsity_log(flavour: Flavour, plan: EnginePlan) -> Any:
     """A callback of the model's Keras that logs the sparsity of changing masks at each epoch's end."""
 
     class SparsityLog(flavour.keras.callbacks.Callback):
+        reads_no_weights = True
+
         def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
             if logs is not None:
-                logs["sparsity"] = frozen.to_masks().sparsity
+                logs["sparsity"] = plan.sparsity()
 
     return SparsityLog()
 
