@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -144,6 +147,56 @@ def test_a_full_disk_leaves_the_old_file_and_no_rubbish(ending, tmp_path, monkey
         sparsekit.save(mlp("keras"), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+FULL = """
+import resource, signal, sys
+import numpy as np, sparsekit
+from models import X, Y, mlp
+from sparsekit.errors import FileError
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+model = sparsekit.prune(mlp("keras"), 0.5)
+for size in (100, 3000, 9000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    for name in sys.argv[1:]:
+        try:
+            if name == "run":
+                sparsekit.retrain(model, (X, Y), checkpoint_dir=name, verbose=0)
+            else:
+                sparsekit.save(model, name)
+        except FileError as error:
+            assert "cannot be written: File too large" in str(error), error
+        else:
+            assert size > 100, name
+print("done")
+"""
+
+
+def test_the_hdf5_library_never_meets_a_full_disk(tmp_path):
+    """It raises other errors, and crashes the process; a limit for the size of a file is as good as a full disk."""
+    names = ["model.h5", "model.keras", "model.sparse.h5"]
+    for name in names:
+        sparsekit.save(mlp("tf_keras"), tmp_path / name)
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *names, "run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+    assert (tmp_path / "model.h5").read_bytes() == before["model.h5"]
+    assert not [p for p in tmp_path.rglob(".*")]
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".h5", "x" * 240 + ".keras"])
+def test_a_name_that_no_file_can_have_is_refused(name, tmp_path):
+    with pytest.raises(FileError, match="cannot be the name of a file: File name too long; give a shorter one"):
+        sparsekit.save(mlp("keras"), tmp_path / name)
 
 
 def test_a_folder_that_is_not_there_and_an_unknown_ending_are_named(tmp_path):

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py
+
 from ..errors import FileError
 
 
@@ -22,8 +24,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iterat
         FileError: if the target exists and `overwrite` is False, cannot be written, or the disk is full.
     """
     target = Path(path)
-    if target.is_dir():
-        raise FileError(f"'{target}' is a folder; give the name of a file in it.")
+    check_name(target)
     if not overwrite and target.exists():
         raise FileError(f"'{target}' exists already; give another name, or overwrite=True to replace it.")
     if not target.parent.is_dir():
@@ -43,14 +44,44 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iterat
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def h5_file(path: Path) -> Iterator[h5py.File]:
+    """A new HDF5 file that is made in memory and then written as a whole.
+
+    Where the disk fills up under the HDF5 library, it raises errors that are no OSError, and can crash the process.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with h5py.File(path.name, "w", driver="core", backing_store=False, block_size=1 << 24) as file:
+        yield file
+        file.flush()
+        image = file.id.get_file_image()
+    path.write_bytes(image)
+
+
+def check_name(target: Path) -> None:
+    """Raise FileError unless a file may have this name."""
+    try:
+        folder = target.is_dir()
+        # The temporary file has a longer name.
+        target.with_name(f".{'0' * 18}.{target.name}").is_dir()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "there is a zero byte in it"
+        raise FileError(
+            f"'{str(target)[:80]}...' cannot be the name of a file: {reason}; give a shorter one."
+        ) from error
+    if folder:
+        raise FileError(f"'{target}' is a folder; give the name of a file in it.")
+
+
 def cannot_write(target: Path, error: OSError) -> str:
     """One sentence for a write that failed."""
-    # HDF5 reports a full disk as a plain OSError whose text holds the number.
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or "errno = 28" in str(error) or "errno = 122" in str(error):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"'{target}' cannot be written because the disk is full; free some space or save elsewhere."
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
         return f"'{target}' cannot be written: {os.strerror(error.errno)}; choose a folder that you may write to."
-    return f"'{target}' cannot be written: {str(error).splitlines()[0] if str(error) else type(error).__name__}."
+    return f"'{target}' cannot be written: {error.strerror or str(error).partition(chr(10))[0] or 'no reason given'}."
 
 
 def _flush(path: Path) -> None:

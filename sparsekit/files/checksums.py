@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,20 @@ FLAVOUR = "sparsekit_flavour"
 NAME = "sparsekit_checksums"
 
 
-def add_checksums(path: Path) -> None:
-    """Put the checksums of a finished .h5 into it."""
-    tree = Reader(os.fspath(path)).tree
-    file = Group(path, "", tree["attributes"], tree["members"])
-    numbers = [one for one in file.datasets() if one.entry["kind"] in "fiub"]
-    arrays = {one.name: [_of(_shape(one)), zlib.crc32(np.ascontiguousarray(one.read()).data)] for one in numbers}
+def add_checksums(file: h5py.File) -> None:
+    """Put the checksums of all that is in an open .h5 into it."""
+    tree = Reader(file, sys.maxsize).tree
+    found = Group(Path(file.filename), "", tree["attributes"], tree["members"])
+    arrays = {
+        one.name: [_of(_shape(one)), zlib.crc32(np.ascontiguousarray(file[one.name][()]).data)]
+        for one in found.datasets()
+        if one.entry["kind"] in "fiub"
+    }
     attributes = {
-        group.name: {name: _of(value) for name, value in group.attributes.items()} for group in (file, *file.groups())
+        group.name: {name: _of(value) for name, value in group.attributes.items()} for group in (found, *found.groups())
     }
     coded = json.dumps({"attributes": attributes, "arrays": arrays}).encode()
-    with h5py.File(path, "r+") as h5:
-        h5.create_dataset(NAME, data=np.frombuffer(coded, np.uint8))
+    file.create_dataset(NAME, data=np.frombuffer(coded, np.uint8))
 
 
 def expect_checksums(file: Group) -> None:

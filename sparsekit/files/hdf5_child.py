@@ -1,4 +1,4 @@
-"""Say what an HDF5 file holds, as JSON on standard output; run as a program of its own, never imported.
+"""Say what an HDF5 file holds, as JSON on standard output, in a process of its own.
 
 The HDF5 library crashes on some damaged files and asks for gigabytes on others. Here that ends this process only.
 """
@@ -27,17 +27,16 @@ def limit() -> None:
 
 
 class Reader:
-    """Walks one file."""
+    """Walks one open h5py.File, in which nothing is larger than `size` bytes."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, file, size: int) -> None:
         import h5py
         import numpy
 
         self.h5py, self.numpy = h5py, numpy
-        self.size = os.path.getsize(path)
+        self.size = size
         self.objects = 0
-        with h5py.File(path, "r") as file:
-            self.tree = self.group(file, ())
+        self.tree = self.group(file, ())
 
     def attributes(self, owner) -> dict:
         found = {}
@@ -115,4 +114,7 @@ if __name__ == "__main__":
     # The folder of this file has modules with names of their own, which are not meant to be found.
     sys.path.pop(0)
     limit()
-    json.dump(Reader(sys.argv[1]).tree, sys.stdout)
+    import h5py
+
+    with h5py.File(sys.argv[1], "r") as opened:
+        json.dump(Reader(opened, os.path.getsize(sys.argv[1])).tree, sys.stdout)

@@ -87,7 +87,7 @@ def sniff(path: Path) -> str:
     Raises:
         FileError: if there is no such file or it is neither.
     """
-    if not path.exists():
+    if not os.path.exists(path):
         raise FileError(f"There is no file '{path}'.")
     if path.is_dir():
         raise FileError(
@@ -175,9 +175,10 @@ def _build(
     if stored.config is None:
         if not stored.layers:
             raise FileError(f"'{path}' is an HDF5 file, but no Keras model: it has neither a config nor layers.")
+        count = sum(len(arrays) for _, arrays in stored.layers)
         raise FileError(
-            f"'{path}' holds weights only (of {len(stored.layers)} layers) and no model; give the model, or a function "
-            "that builds it: sparsekit.load(path, model=build)."
+            f"'{path}' holds weights only ({count} arrays) and no model; give the model, or a function that builds it: "
+            "sparsekit.load(path, model=build)."
         )
     flavours = candidates(stored, custom_objects, flavour, path)
     if safe:

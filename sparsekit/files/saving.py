@@ -8,13 +8,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from ..errors import FileError, SparsekitWarning
 from ..flavour import Flavour, flavour_of
 from ..frozen import frozen_masks
-from .atomic import replacing
+from .atomic import check_name, h5_file, replacing
 from .checksums import FLAVOUR, add_checksums
 from .compiling import spell_out
 from .h5 import set_optimizer_aside
@@ -50,8 +49,7 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
     flavour = flavour_of(model)
     target = Path(path)
     name = target.name.lower()
-    if target.is_dir():
-        raise FileError(f"'{target}' is a folder; give the name of a file in it.")
+    check_name(target)
     if not name.endswith((".h5", ".hdf5", ".keras")):
         raise FileError(f"'{target}' has no known ending; give a name in .h5, .hdf5, .keras or .sparse.h5.")
     broken = frozen_masks(model).violations()
@@ -70,14 +68,14 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
                 flavour.save_keras(model, temporary, include_optimizer)
                 _append_masks(temporary, model)
             else:
-                with h5py.File(temporary, "w") as file:
+                with h5_file(temporary) as file:
                     flavour.write_h5(model, file, include_optimizer)
                     if flavour.is_keras3:
                         set_optimizer_aside(file)
                         spell_out(file, flavour)
                     file.attrs[FLAVOUR] = flavour.name
                     write_masks(file, model)
-                add_checksums(temporary)
+                    add_checksums(file)
         except NotImplementedError as error:
             raise FileError(
                 f"'{type(model).__name__}' has no get_config(), which a file needs to rebuild it; "

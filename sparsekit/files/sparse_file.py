@@ -24,6 +24,7 @@ import tensorflow as tf
 from ..errors import FileError
 from ..flavour import Flavour
 from . import masks_group
+from .atomic import h5_file
 from .hdf5_index import Dataset, Group
 from .stored import StoredArray, StoredModel
 
@@ -74,7 +75,7 @@ def write_sparse(model: Any, flavour: Flavour, path: Path, include_optimizer: bo
     head["masks"] = {name: packer.add(array) for name, array in masks.items()}
     head["arrays"] = packer.table
     coded = zlib.compress(json.dumps(head, separators=(",", ":")).encode(), 9)
-    with h5py.File(path, "w", libver="latest") as file:
+    with h5_file(path) as file:
         file.attrs[MARK] = _VERSION
         file.attrs["crc"] = zlib.crc32(coded)
         file.create_dataset("head", data=np.frombuffer(coded, np.uint8))
