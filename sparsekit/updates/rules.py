@@ -104,7 +104,7 @@ class Noise(Rule):
 
     def apply(self, trial: Any, state: Any) -> None:
         trial.measure()
-        base = self.scale(trial.step) if callable(self.scale) else self.scale
+        base = self.scale(tf.cast(trial.step, tf.float32)) if callable(self.scale) else self.scale
         scale, stream = decayed(base, self.decay, trial.step), trial.stream()
         for target in trial.targets:
             target.add_noise(self.distribution, scale, stream)
@@ -114,7 +114,7 @@ class UniformNoise(Noise):
     """Add a uniform random number from (-scale, scale) to each weight.
 
     Args:
-        scale: half width of the interval, or a function of the step (int64 scalar) that gives it.
+        scale: half width of the interval, or a function of the step (float32 scalar) that gives it.
         decay: factor in [0, 1] on the scale after each step.
     """
 
@@ -126,7 +126,7 @@ class NormalNoise(Noise):
     """Add a normal random number to each weight.
 
     Args:
-        scale: standard deviation, or a function of the step (int64 scalar) that gives it.
+        scale: standard deviation, or a function of the step (float32 scalar) that gives it.
         decay: factor in [0, 1] on the scale after each step.
     """
 
