@@ -279,7 +279,7 @@ static double Bandwidth(size_t bytes) {
 }
 int main(int, char** argv) {
   const int threads = atoi(argv[1]);
-  for (size_t bytes : {size_t{0}, size_t{16} << 10, size_t{512} << 10, size_t{256} << 20}) {
+  for (size_t bytes : {size_t{0}, size_t{16} << 10, size_t{512} << 10, size_t{16} << 20, size_t{256} << 20}) {
     std::vector<double> results(threads);
     std::vector<std::thread> pool;
     // The best of several short tries: what the core can do while nobody else has it.
@@ -299,11 +299,12 @@ int main(int, char** argv) {
 
 @dataclass(frozen=True)
 class Roofline:
-    """Of all cores together: multiply-adds in GFLOP/s, reads from level 1, level 2 and memory in GB/s."""
+    """Of all cores together: multiply-adds in GFLOP/s, reads in GB/s of 16 KiB, 512 KiB, 16 MiB and 256 MiB a core."""
 
     peak: float
     first: float
     second: float
+    third: float
     memory: float
 
 
@@ -378,6 +379,7 @@ def show(rows: list[dict], roof: Roofline) -> None:
         table.add_column(column, justify="left" if column == "layer" else "right")
     table.add_column("GFLOP/s (of peak)", justify="right")
     table.add_column("GB/s of lanes (of level 2)", justify="right")
+    table.add_column("GB/s of tensors (of level 3)", justify="right")
     extra = [name for name in ("torch", "sparseprop") if name in rows[0]]
     for name in extra:
         table.add_column(f"{name}, its time / ours", justify="right")
@@ -389,6 +391,8 @@ def show(rows: list[dict], roof: Roofline) -> None:
         uses = layer.weights * (1 - row["sparsity"]) * layer.lanes
         # Three multiply-adds a use (output, input gradient, value gradient) and two reads of a batch lane.
         flops, lanes = 6 * uses / seconds / 1e9, 8 * uses / seconds / 1e9
+        # The input is read twice, the output gradient once; the two results are written to memory that is read before.
+        tensors = 7 * 4 * layer.lanes * layer.size / seconds / 1e9
         cells = [
             layer.name if layer != before else "",
             f"{row['sparsity']:.0%}",
@@ -399,6 +403,7 @@ def show(rows: list[dict], roof: Roofline) -> None:
             f"{row['best_ratio']:.1f}x",
             f"{flops:.0f} ({flops / roof.peak:.0%})",
             f"{lanes:.0f} ({lanes / roof.second:.0%})",
+            f"{tensors:.0f} ({tensors / roof.third:.0%})",
             *(f"{row[name] / row['sparse']:.2f}" for name in extra),
         ]
         table.add_row(*cells, end_section=False)
@@ -407,7 +412,8 @@ def show(rows: list[dict], roof: Roofline) -> None:
     console.print(table)
     console.print(
         f"{os.cpu_count()} cores together: {roof.peak:.0f} GFLOP/s of multiply-adds; reads of {roof.first:.0f} GB/s "
-        f"from the first level cache, {roof.second:.0f} from the second, {roof.memory:.0f} from memory."
+        f"from the first level cache, {roof.second:.0f} from the second, {roof.third:.0f} of 16 MiB a core (level 3), "
+        f"{roof.memory:.0f} of 256 MiB a core."
     )
 
 
