@@ -1,4 +1,7 @@
-"""A training run with checkpoints, as a program that can be killed: FLAVOUR DATA FOLDER OUT KILL_AFTER."""
+"""A training run with checkpoints, as a program that can be killed: FLAVOUR MASKS FOLDER OUT KILL.
+
+KILL is the number of batches after which SIGKILL comes, or w and the number of the checkpoint that is being written.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import tensorflow as tf
 
 import sparsekit
 from sparsekit.flavour import get
+from sparsekit.schedules import Polynomial
 
 X = np.random.default_rng(0).normal(size=(100, 8)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 100)
@@ -63,10 +67,27 @@ def stopper(flavour: str, after: int, stop: Any) -> Any:
     return Stopper()
 
 
+def end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     tf.config.experimental.enable_op_determinism()
-    flavour, kind, folder, out, after = sys.argv[1:]
-    model, history = train(
-        flavour, kind, folder, [stopper(flavour, int(after), lambda: os.kill(os.getpid(), signal.SIGKILL))]
+    flavour, masks, folder, out, kill = sys.argv[1:]
+    settings = (
+        {"schedule": Polynomial(0.9, initial_sparsity=0.5, end_step=15, frequency=2)} if masks == "dynamic" else {}
     )
+    after = -1 if kill.startswith("w") else int(kill)
+    if kill.startswith("w"):
+        flush, left = os.fsync, [2 * int(kill[1:])]
+
+        def killed(handle: int) -> None:
+            # Twice for each: for the file and for its folder.
+            left[0] -= 1
+            if left[0] == 1:
+                end()
+            flush(handle)
+
+        os.fsync = killed
+    model, history = train(flavour, "arrays", folder, [stopper(flavour, after, end)], **settings)
     np.savez(out, *model.get_weights(), loss=history.history["loss"], accuracy=history.history["accuracy"])

@@ -77,20 +77,22 @@ def test_callbacks_remember_their_best_value(flavour, tmp_path):
     assert history.epoch == [0, 1]
 
 
-def killed_and_whole(flavour, tmp_path, kills):
-    def program(folder, after):
+def killed_and_whole(flavour, masks, tmp_path, kills):
+    def program(folder, kill):
         place = tmp_path / folder
         return subprocess.run(
-            [sys.executable, run.__file__, flavour, "arrays", place, f"{place}.npz", str(after)],
+            [sys.executable, run.__file__, flavour, masks, place, f"{place}.npz", kill],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
             capture_output=True,
             check=False,
         )
 
-    for after in kills:
-        assert program("parts", after).returncode == -signal.SIGKILL
+    for kill in kills:
+        assert program("parts", kill).returncode == -signal.SIGKILL
+        # What a killed write leaves behind.
+        assert kill[0] != "w" or [file for file in (tmp_path / "parts").iterdir() if file.name.startswith(".")]
     for folder in ("whole", "parts"):
-        done = program(folder, -1)
+        done = program(folder, "-1")
         assert done.returncode == 0, done.stderr.decode()
     with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "parts.npz") as parts:
         assert whole.files == parts.files
@@ -98,14 +100,16 @@ def killed_and_whole(flavour, tmp_path, kills):
             assert whole[name].tobytes() == parts[name].tobytes(), name
 
 
-def test_killed_within_an_epoch(tmp_path):
-    killed_and_whole("keras", tmp_path, [10])
+def test_killed_within_an_epoch_and_while_a_checkpoint_is_written(tmp_path):
+    killed_and_whole("keras", "dynamic", tmp_path, ["10", "w2"])
+    assert not [file for file in (tmp_path / "parts").iterdir() if file.name.startswith(".")]
 
 
 @pytest.mark.slow
 @both
-def test_killed_after_each_of_many_batches(flavour, tmp_path):
-    killed_and_whole(flavour, tmp_path, [1, 4, 3, 6, 7, 2])
+@pytest.mark.parametrize("masks", ["static", "dynamic"])
+def test_killed_many_times(flavour, masks, tmp_path):
+    killed_and_whole(flavour, masks, tmp_path, ["w1", "1", "4", "w1", "3", "6", "w2", "2"])
 
 
 def test_two_runs_in_one_folder_are_told_apart(tmp_path):
