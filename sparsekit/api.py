@@ -216,7 +216,9 @@ def retrain(
             `exclude` and the other settings of `update_step` may be given with it.
         engine: `"sparse"` trains on the kept values alone, with sparse kernels for CPU: as fast as the zeros allow,
             the same numbers to rounding. `"auto"` does so for the weights where that was measured to be faster on this
-            machine, and where the run is long enough to gain; `"dense"` never. `history.engine` says what was done.
+            machine, and where the run is long enough to gain; where masks become sparser it chooses anew at the ends of
+            epochs. `"dense"` never. `history.engine` says what was done. Meanwhile look at the model from callbacks
+            only: data generators, losses and other threads would find vectors of kept values in place of kernels.
         optimizer: compile with this one; otherwise the model is trained as it was compiled.
         loss: compile with this loss.
         metrics: compile with these metrics.

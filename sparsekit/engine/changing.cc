@@ -157,9 +157,14 @@ class ShrinkOp : public OpKernel {
     OP_REQUIRES(context, offsets.back() == kept,
                 InvalidArgument("the mask keeps ", offsets.back(), " weights, but there are ", kept, " values"));
 
-    Tensor narrowed;
+    // In its own memory, unless somebody still holds a value that was read from it.
+    const bool alone = mask->RefCountIsOne();
+    Tensor narrowed = *mask;
     Tensor ones;
-    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_BOOL, mask->shape(), &narrowed));
+    if (!alone) {
+      OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_BOOL, mask->shape(), &narrowed));
+      std::memcpy(Bytes(&narrowed), Bytes(*mask), mask->NumElements());
+    }
     OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_BOOL, TensorShape({left}), &ones));
     std::vector<Tensor> arrays(count - 2);
     for (Tensor& array : arrays) {
@@ -167,11 +172,9 @@ class ShrinkOp : public OpKernel {
     }
     std::memset(Bytes(&ones), 1, left);
     Parallel(context, whole.parts, [&](int64_t part) {
-      const int64_t begin = whole.Begin(part), end = whole.End(part);
       const uint8_t* lives = Bytes(*alive) + offsets[part];
-      uint8_t* to = Bytes(&narrowed);
-      std::memset(to + begin, 0, end - begin);
-      ForEachSet(Bytes(*mask), begin, end, [&](int64_t i) { to[i] = *lives++; });
+      uint8_t* bytes = Bytes(&narrowed);
+      ForEachSet(bytes, whole.Begin(part), whole.End(part), [&](int64_t i) { bytes[i] = *lives++; });
     });
     Parallel(context, cut.parts, [&](int64_t part) {
       const uint8_t* lives = Bytes(*alive);
