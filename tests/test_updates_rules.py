@@ -158,7 +158,7 @@ def test_noise_has_its_scale_and_decays(distribution):
 def test_a_scale_may_follow_a_schedule():
     k = KERAS["keras"]
     model = k.Sequential([k.layers.Input((4,)), k.layers.Dense(4)])
-    step = update_step(model, UniformNoise(scale=lambda at: 1.0 - 0.5 ** at))
+    step = update_step(model, UniformNoise(scale=lambda at: 1.0 - 0.5**at))
     before = values(model)
     step()
     assert all((values(model)[path] == before[path]).all() for path in before)
