@@ -42,7 +42,7 @@ def load(
     safe: bool = True,
     model: Any = None,
 ) -> Any:
-    """Open a saved model: .h5, .hdf5, .keras or .sparse.h5, written by Keras 2, tf_keras or Keras 3.
+    """Open a saved model: .h5, .hdf5, .keras or .sparse.h5, written by Keras 1, 2 or 3 or by tf_keras.
 
     The file is never changed. The model comes compiled if the file says how, and with its masks if it carries any.
 

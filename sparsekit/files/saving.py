@@ -25,7 +25,9 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True, in
     """Write a model to a plain Keras file: .h5, .hdf5 or .keras, in the Keras that it belongs to; or to a .sparse.h5.
 
     The file appears whole or not at all. Masks ride along, one bit a weight, where every Keras ignores them. A plain
-    file opens without sparsekit; a .sparse.h5 is far smaller and opens with `sparsekit.load` only.
+    file opens without sparsekit; a .sparse.h5 is far smaller and opens with `sparsekit.load` only. Checksums ride
+    along too: `sparsekit.load` refuses a file of which a bit has changed, whereas plain Keras takes it. An HDF5 file is
+    made in memory first.
 
     In the .h5 of a Keras 3 model the optimizer's moments and number of updates are kept where `sparsekit.load` finds
     them and Keras' own loader does not: as soon as it finds any of them, it builds the optimizer for none of the
