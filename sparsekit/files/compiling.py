@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import h5py
 import numpy as np
 
-from ..flavour import Flavour, native
+from ..flavour import Flavour, key_of, native
 from .stored import StoredArray, StoredModel
 
-_OLD_SLOTS = ("m", "v", "vhat", "rms", "mg", "momentum", "accumulator", "accum_grad", "accum_var", "linear")
+_OLD_SLOTS = ("m", "v", "vhat", "rms", "mg", "momentum", "accumulator", "accum_grad", "accum_var", "linear", "Variable")
+# Optimizers whose arrays of any Keras mean the same: how many for each weight at most.
+_SAME_SLOTS = {"Adam": 3, "AdamW": 3, "Adamax": 2, "SGD": 1, "Adagrad": 1, "RMSprop": 1}
 # Left to compile itself, which picks the right metric from the shape of the outputs.
 _BY_SHAPE = ("accuracy", "acc", "crossentropy", "ce")
 
@@ -82,7 +85,7 @@ def compile_as_stored(
     if stored.optimizer and not _restore_optimizer(model, stored, flavour):
         notes.append(
             f"The moments of the optimizer '{type(model.optimizer).__name__}' were written in another order by another "
-            "Keras and start anew; its settings and its number of updates are kept."
+            "Keras and start anew; its settings are kept."
         )
     return notes
 
@@ -178,7 +181,7 @@ def _optimizer(config: Any, flavour: Flavour, custom: dict[str, Any]) -> Any:
 
 
 def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> bool:
-    """Give the optimizer its state back: all of it where the same Keras wrote it, else the number of updates.
+    """Give the optimizer its state back, as far as the arrays can be told apart where another Keras wrote them.
 
     Returns:
         Whether nothing was lost.
@@ -187,17 +190,28 @@ def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> boo
     optimizer.build(model.trainable_variables)
     variables = flavour.optimizer_variables(optimizer)
     arrays = stored.optimizer
+    old = any(_by_slot(array.name) for array in arrays)
     fits = len(variables) == len(arrays) and all(
         tuple(v.shape) == a.shape for v, a in zip(variables, arrays, strict=True)
     )
-    if fits and not any(_by_slot(array.name) for array in arrays):
+    if fits and not old:
         for variable, array in zip(variables, arrays, strict=True):
             native(variable).assign(array.read())
         return True
+    moments = [array for array in arrays if array.shape != ()]
+    pairs = _matched(model, moments, old, flavour)
+    for slot, array in pairs or ():
+        native(slot).assign(array.read())
+    kept = pairs is not None or not moments
     updates = _updates(arrays)
-    if updates is not None:
+    if updates is not None and (kept or _follows_schedule(optimizer)):
+        # Without its moments Adam would take its first steps for late ones, several times as large.
         optimizer.iterations.assign(updates)
-    return all(array.shape == () for array in arrays)
+    return kept
+
+
+def _follows_schedule(optimizer: Any) -> bool:
+    return isinstance(optimizer.get_config().get("learning_rate"), dict)
 
 
 def _by_slot(name: str) -> bool:
@@ -205,14 +219,39 @@ def _by_slot(name: str) -> bool:
 
     Today's write both moments of one weight side by side; weights of one shape would get each other's.
     """
-    return name.startswith("training/") or name.split(":")[0].rsplit("/", 1)[-1] in _OLD_SLOTS
+    last = re.sub(r"(_\d+)*$", "", name.split(":")[0].rsplit("/", 1)[-1])
+    return name.startswith("training/") or last in _OLD_SLOTS
+
+
+def _matched(
+    model: Any, moments: list[StoredArray], by_slot: bool, flavour: Flavour
+) -> list[tuple[Any, StoredArray]] | None:
+    """The slot of the model's optimizer for each array that another Keras wrote, or None if they do not match."""
+    slots: dict[str, list[Any]] = {}
+    for key, slot, _ in flavour.slots(model.optimizer):
+        slots.setdefault(key, []).append(slot)
+    owners = [slots.get(key_of(variable), []) for variable in model.trainable_variables]
+    depth, width = max(map(len, owners), default=0), len(owners)
+    if depth > _SAME_SLOTS.get(type(model.optimizer).__name__, 0):
+        return None
+    # Keras 2 kept a placeholder of one number for each maximum of second moments that it did not track, and an SGD
+    # without momentum had moments all the same.
+    rest = moments[depth * width :]
+    if len(moments) < depth * width or (depth and any(array.shape != (1,) for array in rest)):
+        return None
+    pairs = [
+        (slot, moments[place * width + position if by_slot else position * depth + place])
+        for position, mine in enumerate(owners)
+        for place, slot in enumerate(mine)
+    ]
+    return pairs if all(tuple(slot.shape) == array.shape for slot, array in pairs) else None
 
 
 def _updates(arrays: list[StoredArray]) -> int | None:
-    """The number of updates among an optimizer's arrays: the one scalar of whole numbers."""
+    """The number of updates among an optimizer's arrays: the one scalar of whole numbers (floats in early Keras 2)."""
     for array in arrays:
         if array.shape == ():
             value = array.read()
-            if np.issubdtype(value.dtype, np.integer):
+            if np.issubdtype(value.dtype, np.integer) or ("iterations" in array.name and float(value).is_integer()):
                 return int(value)
     return None
