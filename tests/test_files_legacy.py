@@ -146,7 +146,7 @@ def test_moments_come_back_to_their_weights_whoever_wrote_them(tmp_path, era, na
 
 @pytest.mark.parametrize(("name", "count"), [("Adadelta", 0), ("Nadam", 1)])
 def test_moments_that_cannot_be_told_apart_start_anew(tmp_path, name, count):
-    """The count too, or Adam would take its first steps for late ones, unless a schedule follows it (as Nadam's does)."""
+    """The count too, or Adam would take its first steps for late ones; unless a schedule follows it (Nadam has one)."""
     original = filled(square_layers)
     original.compile(getattr(tf_keras.optimizers.legacy, name)(0.02), "mse")
     original.fit(np.ones((4, 5), "float32"), np.zeros((4, 5), "float32"), verbose=0)
