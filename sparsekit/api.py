@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ from .distributions import Distribution
 from .engine import masking
 from .engine.accelerate import Accelerated
 from .engine.gate import check_engine
-from .errors import ArgumentError, ModelTypeError
+from .engine.timings import onednn
+from .errors import ArgumentError, ModelTypeError, SparsekitWarning
 from .files.checkpoint import Checkpoints
 from .flavour import Flavour, flavour_of, flavour_of_optimizer
 from .frozen import attach, detach, frozen_masks
 from .masks import Mask, MaskSet
+from .onednn import warning_of_crash
 from .patterns import Pattern
 from .registry import resolve
 from .reports.report import Report, build_report
@@ -278,10 +281,17 @@ def retrain(
     checkpoints = None
     if checkpoint_dir is not None:
         checkpoints = Checkpoints(checkpoint_dir, every_steps=checkpoint_every, seed=seed)
+    _warn_of_crash(flavour, model)
     enforcement = enforcement_for(model, enforce, masks, schedule)
     history = fit(model, enforcement, checkpoints, engine, **inputs, **fit_arguments)
     check_finite(model, "after training", "lower the learning rate, or look for NaN and infinity in the data")
     return history
+
+
+def _warn_of_crash(flavour: Flavour, model: Any) -> None:
+    text = warning_of_crash(flavour.layers(model)) if onednn() else None
+    if text is not None:
+        warnings.warn(text, SparsekitWarning, stacklevel=3)
 
 
 def _ready_for(schedule: Schedule, model: Any, masks: str) -> None:
@@ -374,6 +384,7 @@ def train_step(model: Any, *, masks: str = "static", enforce: str = "gradient") 
     check_masks(model)
     _check_compiled(flavour, model, {})
     _compile(flavour, model, {})
+    _warn_of_crash(flavour, model)
     return TrainStep(model, enforcement_for(model, enforce, masks))
 
 
@@ -382,7 +393,8 @@ def masked(optimizer: Any, model: Any, *, masks: str = "static") -> Any:
 
     The optimizer stays the object and class that it is; call its `apply_gradients` or `apply` as ever, also inside a
     tf.function. A later prune of the same weights is followed by functions traced before; masks on further weights by
-    those traced after it.
+    those traced after it. Functions of yours that were traced with the bare optimizer have to be made anew; a model
+    that trains this one inside of itself (a GAN), to be compiled again.
 
     Args:
         optimizer: an optimizer of the model's Keras.
@@ -396,9 +408,12 @@ def masked(optimizer: Any, model: Any, *, masks: str = "static") -> Any:
         ModelTypeError: if the optimizer belongs to the other Keras than the model.
         ArgumentError: if the model has no masks.
     """
-    _check_same_keras(optimizer, flavour_of(model))
+    flavour = flavour_of(model)
+    _check_same_keras(optimizer, flavour)
     check_words("gradient", masks)
     check_masks(model)
+    # A fit before has traced the bare optimizer.
+    flavour.forget_train_function(model)
     return masked_optimizer(optimizer, model, masks)
 
 

@@ -40,6 +40,7 @@ exit codes:
   6  the model cannot be pruned or retrained: nothing to prune, NaN in a weight,
      masks that do not fit
   7  the sparse engine cannot be built
+  130  interrupted
 """
 _DATA = """\
 DATA is one of
@@ -100,13 +101,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = build_parser().parse_args(arguments)
     errors = make_console(stderr=True)
+    kept = getattr(args, "checkpoint_dir", None)
     try:
         _settle(args)
         with plain_warnings(errors, args.debug):
             _run(args)
         return OK
     except KeyboardInterrupt:
-        errors.print("interrupted; nothing was written.", markup=False)
+        state = "no output was written."
+        if kept is not None:
+            state += f" What the run in {kept} had saved is there: the same command goes on from it."
+        errors.print(f"interrupted; {state}", markup=False)
         return INTERRUPTED
     except Exception as error:
         if args.debug:
@@ -235,7 +240,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN.h5", help="the model: .h5, .hdf5 or .keras; it is not changed")
-    parser.add_argument("output", metavar="OUT.h5", help="where to save; .keras works too")
+    parser.add_argument(
+        "output",
+        metavar="OUT.h5",
+        help="where to save; .keras and .sparse.h5 (compressed, for sparsekit alone) work too",
+    )
     _opening(parser)
 
 

@@ -424,7 +424,10 @@ def _train(
         progress.close()
     if args.checkpoint_dir is not None and history.resumed_from is not None:
         epoch, batch = history.resumed_from
-        console.print(f"  resumed from epoch {epoch} (batch {batch}) of the run in {args.checkpoint_dir}", markup=False)
+        text = f"resumed from epoch {epoch} (batch {batch}) of the run in {args.checkpoint_dir}"
+        if epoch >= args.epochs:
+            text = f"the run in {args.checkpoint_dir} was finished; there was nothing to train"
+        console.print(f"  {text}", markup=False)
 
 
 def _finish(args: argparse.Namespace, model: Any, console: Console) -> None:

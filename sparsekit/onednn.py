@@ -1,4 +1,5 @@
-"""Keep the command line clear of a crash of TensorFlow's own, by a look at the model file before TensorFlow starts.
+"""Keep users clear of a crash of TensorFlow's own: the command line by a look at the model file before TensorFlow
+starts, programs by a warning.
 
 In TensorFlow 2.21, oneDNN's gradient of a 1x1 convolution with strides (a usual shortcut of residual networks) writes
 outside its memory on some CPUs: `Conv2DBackpropFilter` with a 1x1 filter, strides 2 and an input of even height ends
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,27 @@ def strided_pointwise(config: Any) -> Iterator[str]:
             yield str(config.get("name", "unnamed"))
         for part in config.values():
             yield from strided_pointwise(part)
+
+
+def warning_of_crash(layers: Iterable[Any]) -> str | None:
+    """One sentence for a program that is about to train these layers with oneDNN on; None if there is no need."""
+    if SETTING in os.environ:
+        return None
+    names = [
+        layer.name
+        for layer in layers
+        if _is_one(getattr(layer, "kernel_size", None)) and not _is_one(getattr(layer, "strides", (1,)))
+    ]
+    if not names:
+        return None
+    return (
+        f"oneDNN's gradient of 1x1 convolutions with strides ({', '.join(names[:3])}) crashes TensorFlow on some CPUs: "
+        f"set {SETTING}=0 before TensorFlow is imported to avoid it, or {SETTING}=1 to be asked no more."
+    )
+
+
+def _is_one(sizes: Any) -> bool:
+    return isinstance(sizes, (list, tuple)) and set(sizes) == {1}
 
 
 def _config(path: Path) -> Any:

@@ -425,7 +425,11 @@ def test_interrupted(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "run_prune", interrupt)
+    monkeypatch.setattr(commands, "run_retrain", interrupt)
     assert run("prune model.h5 out.h5") == cli.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted; no output was written.\n"
+    assert run("retrain model.h5 out.h5 --data d.npz --checkpoint-dir kept") == cli.INTERRUPTED
+    assert "kept had saved is there" in capsys.readouterr().err
 
 
 def test_script_is_the_prune_command():

@@ -539,7 +539,7 @@ def refused(case: str) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("muon", "Muon does not update each weight on its own"),
+        ("muon", "Muon is not known to update each weight on its own"),
         ("scaled", "LossScaleOptimizer wraps another optimizer"),
         ("constraint", "first/kernel: it has a constraint"),
         ("eager", "runs eagerly"),

@@ -11,7 +11,7 @@ import tensorflow as tf
 from models import KERAS, X, Y, assert_held, assert_moved, both, mlp, values, warmed
 
 import sparsekit
-from sparsekit.errors import ArgumentError
+from sparsekit.errors import ArgumentError, SparsekitWarning
 
 BATCHES = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, 64, 16)]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
@@ -254,3 +254,32 @@ def test_without_masks(flavour: str) -> None:
         sparsekit.masked(KERAS[flavour].optimizers.Adam(), model)
     with pytest.raises(ArgumentError, match=r"masks='both' is not known; give one of static, dynamic"):
         sparsekit.masked(KERAS[flavour].optimizers.Adam(), sparsekit.prune(model, 0.5), masks="both")
+
+
+@both
+def test_masked_is_seen_by_the_fit_of_a_model_that_has_trained_before(flavour: str) -> None:
+    model = warmed(mlp(flavour), epochs=1)
+    sparsekit.prune(model, 0.5)
+    sparsekit.masked(model.optimizer, model)
+    before = values(model)
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert_held(model, sparsekit.masks_of(model))
+    assert_moved(model, sparsekit.masks_of(model), before)
+
+
+@both
+def test_a_crash_of_onednn_is_warned_of_before_training(flavour: str, monkeypatch) -> None:
+    k = KERAS[flavour]
+    layers = [k.layers.Input((4, 4, 3)), k.layers.Conv2D(5, 1, strides=2, name="shortcut"), k.layers.Flatten()]
+    model = k.Sequential([*layers, k.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    sparsekit.prune(model, 0.5)
+    monkeypatch.setattr("sparsekit.api.onednn", lambda: True)
+    sparsekit.train_step(model)  # TF_ENABLE_ONEDNN_OPTS is set: the user has decided
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS")
+    with pytest.warns(
+        SparsekitWarning, match=r"1x1 convolutions with strides \(shortcut\) crashes .* TF_ENABLE_ONEDNN_OPTS=0"
+    ):
+        sparsekit.train_step(model)
+    monkeypatch.setattr("sparsekit.api.onednn", lambda: False)
+    sparsekit.train_step(model)

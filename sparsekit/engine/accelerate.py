@@ -59,13 +59,15 @@ class Accelerated:
             self._run = self._made_for(x)
         return self._run(x)
 
-    def predict(self, x: Any, batch_size: int = 32) -> Any:
+    def predict(self, x: Any, batch_size: int = 32, verbose: Any = 0) -> Any:
         """Outputs for many samples as NumPy arrays.
 
         Args:
             x: arrays with one sample a row.
             batch_size: samples a call.
+            verbose: for calls written for `model.predict`; no progress is shown.
         """
+        del verbose
         count = len(tf.nest.flatten(x)[0])
         parts = [
             self(tf.nest.map_structure(lambda array, start=start: array[start : start + batch_size], x))

@@ -118,7 +118,7 @@ def optimizer_obstacle(flavour: Flavour, model: Any, optimizers: list[Any]) -> s
     if len(inner) > 1:
         return f"{type(optimizer).__name__} wraps another optimizer"
     if not flavour.updates_elementwise(optimizer) and type(optimizer).__name__ not in _NORMS_ONLY:
-        return f"{type(optimizer).__name__} does not update each weight on its own"
+        return f"{type(optimizer).__name__} is not known to update each weight on its own"
     return None
 
 
