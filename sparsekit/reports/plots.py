@@ -16,7 +16,7 @@ from sparsekit.weights import WeightRef, prunable_weights
 from .report import PRUNED, SKIPPED, Report, build_report
 
 PANELS = 6
-CELLS = 256
+CELLS = 512
 
 
 def write_plots(model: Any, folder: str | Path) -> list[Path]:
@@ -76,10 +76,15 @@ def kept_share(weight: np.ndarray, out_axis: int) -> np.ndarray:
     kept = np.moveaxis(weight != 0, out_axis, -1)
     kept = kept.reshape(-1, kept.shape[-1]).astype(np.float64)
     for axis in (0, 1):
-        edges = np.linspace(0, kept.shape[axis], min(CELLS, kept.shape[axis]) + 1).astype(int)
-        widths = np.expand_dims(np.diff(edges), 1 - axis)
-        kept = np.add.reduceat(kept, edges[:-1], axis=axis) / widths
+        starts = np.arange(0, kept.shape[axis], _block(kept.shape[axis]))
+        widths = np.expand_dims(np.diff(starts, append=kept.shape[axis]), 1 - axis)
+        kept = np.add.reduceat(kept, starts, axis=axis) / widths
     return kept
+
+
+def _block(size: int) -> int:
+    """How many rows or columns share a cell, the same for all cells: shades then mean the same everywhere."""
+    return max(1, math.ceil(size / CELLS))
 
 
 def axis_names(ref: WeightRef) -> tuple[str, str]:
@@ -116,7 +121,9 @@ def draw_zeros(kind: str, refs: list[WeightRef]) -> Any:
             share, cmap="Blues", vmin=0, vmax=brightest, extent=extent, aspect="auto", interpolation="nearest"
         )
         zeros = 1 - np.count_nonzero(weight) / weight.size
-        axes.set_title(f"{_short(ref.path)}\n{'×'.join(map(str, ref.shape))}, {100 * zeros:.1f} % zeros", fontsize=10)
+        block = f", {_block(height)}×{_block(width)} weights a cell" if max(height, width) > CELLS else ""
+        size = "×".join(map(str, ref.shape))
+        axes.set_title(f"{_short(ref.path)}\n{size}, {100 * zeros:.1f} % zeros{block}", fontsize=10)
         # A weight of few columns is narrow, as far as that leaves its cells to be seen.
         axes.set_box_aspect(min(max(height / width, 0.4), 2.5))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
@@ -125,7 +132,7 @@ def draw_zeros(kind: str, refs: list[WeightRef]) -> Any:
         axes.set_xlabel(columns_are)
         axes.set_ylabel(rows_are)
         if index == len(shown) - 1:
-            figure.colorbar(shading, ax=figure.axes, label="share kept", shrink=0.7)
+            figure.colorbar(shading, ax=figure.axes, label="share of a cell's weights that is kept", shrink=0.7)
     more = f" (the {len(shown)} largest of {len(refs)})" if len(shown) < len(refs) else ""
     figure.suptitle(f"Where the zeros are: {kind}{more}", fontsize=12)
     return figure
