@@ -73,6 +73,8 @@ _SPELLINGS = {
     "custom_objects": "--custom-objects MODULE:NAME",
     "safe=False": "--unsafe",
     "flavour=": "--flavour keras or --flavour tf_keras",
+    "call sparsekit.prune(model": "`sparsekit prune` first",
+    "sparsekit.strip(model)": "a higher --sparsity",
 }
 _DESCRIPTION = (
     "Prune a saved Keras model, retrain only the weights that are left, and save a\n"

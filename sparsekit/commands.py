@@ -164,12 +164,13 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
     try:
         if info.problem is not None and args.model is None and not args.unsafe:
             raise FileError(info.problem)
-        model, _ = _open(args, console)
+        model, flavour = _open(args, console)
     except SparsekitError:
         if info.weights:
             console.print("\nThe weights as the file calls them:")
             console.print(_file_table(info))
         raise
+    console.print(f"  opens as  a {'Keras 3' if flavour.is_keras3 else 'tf_keras'} model", markup=False)
     console.print()
     print(report(model))
     if args.report is not None or args.plots is not None:

@@ -212,6 +212,7 @@ def test_inspect_says_what_is_in_the_file(capsys):
     out = capsys.readouterr().out
     assert "masks     for 2 weights" in out
     assert "Adam, loss sparse_categorical_crossentropy" in out
+    assert "opens as  a Keras 3 model" in out
     assert "75.00 %" in out
     assert Path("weights.csv").is_file()
 
@@ -430,6 +431,14 @@ def test_interrupted(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted; no output was written.\n"
     assert run("retrain model.h5 out.h5 --data d.npz --checkpoint-dir kept") == cli.INTERRUPTED
     assert "kept had saved is there" in capsys.readouterr().err
+
+
+def test_advice_is_in_the_words_of_the_command_line(capsys):
+    assert run("retrain model.h5 out.h5 --data digits.npz") == cli.BAD_ARGUMENTS
+    assert "On the command line: `sparsekit prune` first." in capsys.readouterr().err
+    assert run("prune model.h5 out.h5 --sparsity 0.75") == cli.OK
+    assert run("prune out.h5 less.h5 --sparsity 0.5") == cli.BAD_ARGUMENTS
+    assert "On the command line: a higher --sparsity." in capsys.readouterr().err
 
 
 def test_script_is_the_prune_command():
