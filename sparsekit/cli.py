@@ -74,7 +74,7 @@ _SPELLINGS = {
     "safe=False": "--unsafe",
     "flavour=": "--flavour keras or --flavour tf_keras",
     "call sparsekit.prune(model": "`sparsekit prune` first",
-    "sparsekit.strip(model)": "a higher --sparsity",
+    "sparsekit.strip(model)": "--sparsity above that",
 }
 _DESCRIPTION = (
     "Prune a saved Keras model, retrain only the weights that are left, and save a\n"

@@ -438,7 +438,7 @@ def test_advice_is_in_the_words_of_the_command_line(capsys):
     assert "On the command line: `sparsekit prune` first." in capsys.readouterr().err
     assert run("prune model.h5 out.h5 --sparsity 0.75") == cli.OK
     assert run("prune out.h5 less.h5 --sparsity 0.5") == cli.BAD_ARGUMENTS
-    assert "On the command line: a higher --sparsity." in capsys.readouterr().err
+    assert "On the command line: --sparsity above that." in capsys.readouterr().err
 
 
 def test_script_is_the_prune_command():
