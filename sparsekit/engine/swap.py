@@ -11,6 +11,7 @@ within that step, and the index arrays, which are variables then, are made anew.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from sparsekit.engine import masking
-from sparsekit.engine.functions import varying
+from sparsekit.engine.functions import Structure, varying
 from sparsekit.engine.sites import Site, sparse_calls
 from sparsekit.engine.slots import Mover, Twin, empty, put
 from sparsekit.errors import EngineError
@@ -50,14 +51,27 @@ class _Swapped:
 
     def renew(self) -> None:
         """Give index arrays that are variables the contents for the kernel's mask."""
-        arrays = self.site.operation.structure(tf.convert_to_tensor(self.site.mask.keep)).arrays()
-        for variable, array in zip(self.structure.arrays(), arrays, strict=True):
-            variable.assign(array)
+        self._give(self.site.operation.structure(tf.convert_to_tensor(self.site.mask.keep)))
 
     def shrink(self, slots: list[Any]) -> None:
         """Take masked values out of values, slots and the kernel's mask."""
         assert self.live is not None
         masking.shrink(self.site.mask.keep, self.live.keep, [native(self.values), *slots])
+
+    def shrink_and_renew(self, slots: list[Any]) -> None:
+        """Do both, with the index arrays made from those that there are where that is possible."""
+        assert self.live is not None
+        if isinstance(self.structure, Structure):
+            narrowed = self.structure.narrowed(tf.convert_to_tensor(self.live.keep))
+            self.shrink(slots)
+            self._give(narrowed)
+        else:
+            self.shrink(slots)
+            self.renew()
+
+    def _give(self, structure: Any) -> None:
+        for variable, array in zip(self.structure.arrays(), structure.arrays(), strict=True):
+            variable.assign(array)
 
 
 @dataclass(eq=False)
@@ -235,11 +249,7 @@ class Swap:
             due = tf.cast(size - left, tf.float32) > share * tf.cast(size, tf.float32)
             slots = self._twin.arrays(swapped.mover)
 
-            def shrink(swapped: _Swapped = swapped, slots: list[Any] = slots) -> None:
-                swapped.shrink(slots)
-                swapped.renew()
-
-            tf.cond(due, shrink, lambda: None)
+            tf.cond(due, functools.partial(swapped.shrink_and_renew, slots), lambda: None)
 
     def _exchange_functions(self, old: str, new: str) -> None:
         """Each of the two states has compiled functions of its own, which are traced once."""
