@@ -17,10 +17,10 @@ ROWS = (
     {"errors"},
     {"masks", "registry"},
     {"criteria", "distributions", "patterns", "ranking", "schedules", "selection"},
-    {"evidence", "flavour", "flavour_base", "flavour_files", "flavour_runs", "frozen", "weights"},
+    {"evidence", "flavour", "flavour_base", "flavour_files", "flavour_runs", "frozen", "onednn", "weights"},
     {"engine", "files", "reports", "training", "updates"},
     {"api"},
-    {"__main__", "cli", "commands", "console", "data", "demo", "onednn"},
+    {"__main__", "cli", "commands", "console", "data", "demo"},
 )
 NUMPY_ONLY = ROWS[0] | ROWS[1] | ROWS[2]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
