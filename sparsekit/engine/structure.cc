@@ -133,41 +133,57 @@ class NarrowOp : public OpKernel {
     });
     std::partial_sum(starts.begin(), starts.end(), starts.begin());
     const int64_t left = starts.back();
-    Tensor* arrays[5];
+    // Pointers are taken out of the loops: asking a tensor for its data costs as much as an element's work.
+    const int32_t* from[5];
+    int32_t* to[5];
     for (int i = 0; i < 5; ++i) {
       const bool pointers = i % 2 == 0 && i < 4;
       const TensorShape shape = pointers ? context->input(i + 1).shape() : TensorShape({left});
-      OP_REQUIRES_OK(context, context->allocate_output(i, shape, &arrays[i]));
+      Tensor* array = nullptr;
+      OP_REQUIRES_OK(context, context->allocate_output(i, shape, &array));
+      from[i] = Ints(context->input(i + 1));
+      to[i] = Ints(array);
     }
     std::vector<int32_t> places(kept + 1);
     places[kept] = static_cast<int32_t>(left);
     Parallel(context, parts, [&](int64_t part) {
       int32_t next = static_cast<int32_t>(starts[part]);
+      const int32_t* columns = from[1];
+      int32_t* new_columns = to[1];
+      int32_t* place = places.data();
       for (int64_t k = kept * part / parts; k < kept * (part + 1) / parts; ++k) {
-        places[k] = next;
-        if (lives[k] != 0) Ints(arrays[1])[next++] = Ints(context->input(2))[k];
+        place[k] = next;
+        if (lives[k] != 0) new_columns[next++] = columns[k];
       }
     });
     const int64_t inputs = context->input(1).NumElements();
-    for (int64_t i = 0; i < inputs; ++i) Ints(arrays[0])[i] = places[Ints(context->input(1))[i]];
+    for (int64_t i = 0; i < inputs; ++i) to[0][i] = places[from[0][i]];
 
-    const int32_t* at = Ints(context->input(3));
+    const int32_t* at = from[2];
     const int64_t outputs = context->input(3).NumElements() - 1;
     const auto begin = [&](int64_t part) { return Boundary(at, outputs, part, parts, 1, 8); };
     std::fill(starts.begin(), starts.end(), 0);
     Parallel(context, parts, [&](int64_t part) {
-      for (int64_t k = at[begin(part)]; k < at[begin(part + 1)]; ++k) starts[part + 1] += lives[permutation[k]] != 0;
+      const int64_t end = at[begin(part + 1)];
+      int64_t count = 0;
+      for (int64_t k = at[begin(part)]; k < end; ++k) count += lives[permutation[k]] != 0;
+      starts[part + 1] = count;
     });
     std::partial_sum(starts.begin(), starts.end(), starts.begin());
-    Ints(arrays[2])[outputs] = static_cast<int32_t>(left);
+    to[2][outputs] = static_cast<int32_t>(left);
     Parallel(context, parts, [&](int64_t part) {
       int32_t next = static_cast<int32_t>(starts[part]);
-      for (int64_t o = begin(part); o < begin(part + 1); ++o) {
-        Ints(arrays[2])[o] = next;
+      const int64_t last = begin(part + 1);
+      const int32_t* rows = from[3];
+      const int32_t* place = places.data();
+      int32_t* new_rows = to[3];
+      int32_t* new_permutation = to[4];
+      for (int64_t o = begin(part); o < last; ++o) {
+        to[2][o] = next;
         for (int64_t k = at[o]; k < at[o + 1]; ++k) {
           if (lives[permutation[k]] == 0) continue;
-          Ints(arrays[3])[next] = Ints(context->input(4))[k];
-          Ints(arrays[4])[next++] = places[permutation[k]];
+          new_rows[next] = rows[k];
+          new_permutation[next++] = place[permutation[k]];
         }
       }
     });
