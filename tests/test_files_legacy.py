@@ -144,6 +144,35 @@ def test_moments_come_back_to_their_weights_whoever_wrote_them(tmp_path, era, na
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("flavour", ["keras", "tf_keras"])
+@pytest.mark.parametrize("era", ["legacy", "of today"])
+@pytest.mark.parametrize(
+    ("written", "count"),
+    [
+        (np.float32(12), 12),
+        (np.float32(1e30), 0),
+        (np.float32(np.nan), 0),
+        (np.int64(-7), 0),
+        (np.uint64(2**64 - 1), 0),
+    ],
+    ids=str,
+)
+def test_a_damaged_count_of_updates_is_left_out(tmp_path, written, count, era, flavour):
+    optimizers = tf_keras.optimizers.legacy if era == "legacy" else tf_keras.optimizers
+    original = filled(square_layers)
+    original.compile(optimizers.Adam(0.02), "mse")
+    original.fit(np.ones((4, 5), "float32"), np.zeros((4, 5), "float32"), verbose=0)
+    path = write(original, tmp_path / "old.h5")
+    with h5py.File(path, "r+") as file:
+        group = file["optimizer_weights"]
+        first, *others = list(group.attrs["weight_names"])
+        del group[first]
+        group["Adam/iterations:0"] = written
+        group.attrs["weight_names"] = [b"Adam/iterations:0", *(np.bytes_(name) for name in others)]
+    model = sparsekit.load(path, flavour=flavour)
+    assert int(model.optimizer.iterations) == count
+
+
 @pytest.mark.parametrize(("name", "count"), [("Adadelta", 0), ("Nadam", 1)])
 def test_moments_that_cannot_be_told_apart_start_anew(tmp_path, name, count):
     """The count too, or Adam would take its first steps for late ones; unless a schedule follows it (Nadam has one)."""

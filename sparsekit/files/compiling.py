@@ -15,6 +15,7 @@ from ..flavour import Flavour, key_of, native
 from .stored import StoredArray, StoredModel
 
 _OLD_SLOTS = ("m", "v", "vhat", "rms", "mg", "momentum", "accumulator", "accum_grad", "accum_var", "linear", "Variable")
+_MOST_UPDATES = 2**48
 # Optimizers whose arrays of any Keras mean the same: how many for each weight at most.
 _SAME_SLOTS = {"Adam": 3, "AdamW": 3, "Adamax": 2, "SGD": 1, "Adagrad": 1, "RMSprop": 1}
 # Left to compile itself, which picks the right metric from the shape of the outputs.
@@ -194,20 +195,25 @@ def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> boo
     fits = len(variables) == len(arrays) and all(
         tuple(v.shape) == a.shape for v, a in zip(variables, arrays, strict=True)
     )
-    if fits and not old:
+    if fits and not old and _updates(arrays) is not None:
         for variable, array in zip(variables, arrays, strict=True):
-            native(variable).assign(array.read())
+            _assign(variable, array)
         return True
     moments = [array for array in arrays if array.shape != ()]
     pairs = _matched(model, moments, old, flavour)
     for slot, array in pairs or ():
-        native(slot).assign(array.read())
+        _assign(slot, array)
     kept = pairs is not None or not moments
     updates = _updates(arrays)
     if updates is not None and (kept or _follows_schedule(optimizer)):
         # Without its moments Adam would take its first steps for late ones, several times as large.
         optimizer.iterations.assign(updates)
     return kept
+
+
+def _assign(variable: Any, array: StoredArray) -> None:
+    variable = native(variable)
+    variable.assign(array.read().astype(variable.dtype.as_numpy_dtype))
 
 
 def _follows_schedule(optimizer: Any) -> bool:
@@ -252,6 +258,8 @@ def _updates(arrays: list[StoredArray]) -> int | None:
     for array in arrays:
         if array.shape == ():
             value = array.read()
-            if np.issubdtype(value.dtype, np.integer) or ("iterations" in array.name and float(value).is_integer()):
+            counts = np.issubdtype(value.dtype, np.integer) or "iterations" in array.name
+            # A damaged count may be anything.
+            if counts and 0 <= value < _MOST_UPDATES and float(value).is_integer():
                 return int(value)
     return None
