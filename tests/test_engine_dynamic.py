@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import KERAS, both, values
-from test_engine_ops import with_engine
+from test_engine_ops import arrays_of, with_engine
 from test_engine_swap import FIT, images, make_optimizer, mlp, run_both, warm
 
 import sparsekit
@@ -62,6 +63,73 @@ def test_values_that_do_not_fit_their_mask_stay_as_they_are():
         masking.shrink(mask, lives, [array])
     assert np.array_equal(array, [1.0, 2.0])
     assert np.array_equal(lives, [True, False])
+
+
+@with_engine
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0.0, 0.7, 1.0]))
+def test_index_arrays_become_those_of_the_narrower_mask(inputs, outputs, density, stays):
+    rng = np.random.default_rng(inputs + outputs)
+    keep = rng.random((inputs, outputs)) < density
+    alive = rng.random(np.count_nonzero(keep)) < stays
+    mask, lives = tf.Variable(keep), engine.varying(alive)
+    arrays = [engine.varying(np.flatnonzero(keep).astype(np.float32))]
+    structure = engine.Structure.from_mask(keep).in_variables()
+    changed = masking.shrink(mask, lives, arrays, structure.arrays())
+    assert bool(changed) is not bool(alive.all())
+    keep[keep] = alive
+    assert np.array_equal(mask, keep)
+    assert np.array_equal(arrays[0], np.flatnonzero(keep))
+    assert np.array_equal(lives, np.ones(np.count_nonzero(keep), bool))
+    for array, expected in zip(structure.arrays(), arrays_of(keep), strict=True):
+        assert np.array_equal(array, expected)
+
+
+@with_engine
+def test_few_masked_values_may_wait():
+    mask, lives, array = tf.Variable([[True] * 4]), engine.varying([True, True, False, True]), engine.varying([1.0] * 4)
+    assert not masking.shrink(mask, lives, [array], share=0.25)
+    assert (int(tf.size(array)), np.count_nonzero(mask)) == (4, 4)
+    assert masking.shrink(mask, lives, [array], share=0.24)
+    assert (int(tf.size(array)), np.count_nonzero(mask)) == (3, 3)
+
+
+@with_engine
+def test_a_mask_that_somebody_read_keeps_its_old_value_for_him():
+    mask, lives, array = tf.Variable([[True, True]]), engine.varying([True, False]), engine.varying([1.0, 2.0])
+    before = mask.value()
+    masking.shrink(mask, lives, [array])
+    assert np.array_equal(before, [[True, True]])
+    assert np.array_equal(mask, [[True, False]])
+
+
+@with_engine
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("row_pointers", lambda array: array[1:], "row_pointers must rise from 0"),
+        ("columns", lambda array: array + 1, "are not those of the mask"),
+        ("columns", lambda array: array - 5, "are not those of the mask"),
+        ("column_pointers", lambda array: array + 1, "column_pointers must rise from 0"),
+        ("rows", lambda array: array[1:], "rows must be a vector of 11"),
+        ("permutation", lambda array: array + 1, "do not belong together"),
+        ("permutation", lambda array: array * 0, "do not belong together"),
+        ("permutation", lambda array: array * 0 + 3, "do not belong together"),
+    ],
+)
+def test_index_arrays_of_another_mask_are_refused_and_nothing_is_changed(name, change, says):
+    keep = np.ones((3, 4), bool)
+    keep[2, 3] = False
+    alive = np.ones(11, bool)
+    alive[3] = False
+    good = engine.Structure.from_mask(keep)
+    structure = dataclasses.replace(good, **{name: change(getattr(good, name))}).in_variables()
+    mask, lives, array = tf.Variable(keep), engine.varying(alive), engine.varying(np.arange(11, dtype=np.float32))
+    held = [v.numpy() for v in (mask, lives, array, *structure.arrays())]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=says):
+        masking.shrink(mask, lives, [array], structure.arrays())
+    for variable, before in zip((mask, lives, array, *structure.arrays()), held, strict=True):
+        assert np.array_equal(variable, before)
 
 
 def smallest_dropped(weight, keep, zeros):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import os
@@ -263,29 +262,6 @@ def test_structure_of_a_large_mask_is_split_over_threads():
     keep = np.random.default_rng(0).random((700, 900)) < 0.05
     for array, expected in zip(engine.Structure.from_mask(keep).arrays(), arrays_of(keep), strict=True):
         assert np.array_equal(array, expected)
-
-
-@with_engine
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0.0, 0.7, 1.0]))
-def test_structure_narrowed_is_that_of_the_narrower_mask(inputs, outputs, density, stays):
-    rng = np.random.default_rng(inputs + outputs)
-    keep = rng.random((inputs, outputs)) < density
-    alive = rng.random(np.count_nonzero(keep)) < stays
-    narrowed = engine.Structure.from_mask(keep).narrowed(tf.constant(alive))
-    keep[keep] = alive
-    for array, expected in zip(narrowed.arrays(), arrays_of(keep), strict=True):
-        assert np.array_equal(array, expected)
-
-
-@with_engine
-def test_a_structure_is_narrowed_by_a_mask_over_its_values():
-    structure = engine.Structure.from_mask(np.ones((3, 4), bool))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="row_pointers must rise from 0"):
-        structure.narrowed(tf.constant([True] * 11))
-    wrong = dataclasses.replace(structure, permutation=structure.permutation + 1)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="permutation must lie below 12"):
-        wrong.narrowed(tf.constant([True] * 12))
 
 
 @with_engine

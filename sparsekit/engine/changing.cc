@@ -1,6 +1,9 @@
 // What a mask that changes during training needs: choose what is dropped, and take it out of everything kept by position.
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -23,8 +26,7 @@ using tensorflow::TensorShape;
 using tensorflow::errors::InvalidArgument;
 
 constexpr int kLowBits = 16;
-constexpr int64_t kHigh = int64_t{1} << (31 - kLowBits);
-constexpr int64_t kLow = int64_t{1} << kLowBits;
+constexpr int64_t kBins = int64_t{1} << (31 - kLowBits);
 
 const uint8_t* Bytes(const Tensor& tensor) { return static_cast<const uint8_t*>(tensor.data()); }
 uint8_t* Bytes(Tensor* tensor) { return static_cast<uint8_t*>(tensor->data()); }
@@ -43,18 +45,6 @@ struct Cut {
   int64_t Begin(int64_t part) const { return size * part / parts; }
   int64_t End(int64_t part) const { return size * (part + 1) / parts; }
 };
-
-// Takes the histograms of all parts together; the first bin whose cumulative count reaches `wanted`, of which what lies
-// in the bins below is taken off.
-int64_t Find(const std::vector<std::vector<int32_t>>& counts, int64_t bins, int64_t* wanted) {
-  for (int64_t bin = 0; bin < bins; ++bin) {
-    int64_t count = 0;
-    for (const auto& part : counts) count += part[bin];
-    if (*wanted <= count) return bin;
-    *wanted -= count;
-  }
-  return bins;
-}
 
 // The mask with its smallest magnitudes dropped, until `zeros` positions are; of equal ones the first go first.
 class DropSmallestOp : public OpKernel {
@@ -76,58 +66,108 @@ class DropSmallestOp : public OpKernel {
     uint8_t* to = Bytes(left);
     const Cut cut(context, weight.NumElements());
 
+    // The last magnitude that goes lies in a bin of those that agree in their upper bits, ...
     std::vector<std::vector<int32_t>> counts(cut.parts);
-    std::vector<int64_t> dropped(cut.parts, 0);
     Parallel(context, cut.parts, [&](int64_t part) {
-      counts[part].assign(kHigh, 0);
+      counts[part].assign(kBins, 0);
+      int32_t* bins = counts[part].data();
       for (int64_t i = cut.Begin(part); i < cut.End(part); ++i) {
-        if (kept[i] == 0) {
-          ++dropped[part];
-        } else {
-          ++counts[part][Magnitude(values + i) >> kLowBits];
-        }
+        if (kept[i] != 0) ++bins[Magnitude(values + i) >> kLowBits];
       }
     });
-    int64_t wanted = zeros - std::accumulate(dropped.begin(), dropped.end(), int64_t{0});
-    if (wanted <= 0) {
-      std::memcpy(to, kept, cut.size);
+    int64_t alive = 0;
+    for (const auto& part : counts) alive += std::accumulate(part.begin(), part.end(), int64_t{0});
+    int64_t wanted = zeros - (cut.size - alive);
+    if (wanted <= 0 || wanted >= alive) {
+      // None goes, or all do.
+      if (wanted <= 0) {
+        std::memcpy(to, kept, cut.size);
+      } else {
+        std::memset(to, 0, cut.size);
+      }
       return;
     }
-    const int64_t high = Find(counts, kHigh, &wanted);
+    uint32_t bin = 0;
+    for (;; ++bin) {
+      int64_t count = 0;
+      for (const auto& part : counts) count += part[bin];
+      if (wanted <= count) break;
+      wanted -= count;
+    }
+
+    // ... which are few, so that they can be put in order.
+    std::vector<std::vector<uint32_t>> near(cut.parts);
     Parallel(context, cut.parts, [&](int64_t part) {
-      counts[part].assign(kLow, 0);
+      near[part].reserve(counts[part][bin]);
       for (int64_t i = cut.Begin(part); i < cut.End(part); ++i) {
         const uint32_t magnitude = Magnitude(values + i);
-        if (kept[i] != 0 && magnitude >> kLowBits == high) ++counts[part][magnitude & (kLow - 1)];
+        if (magnitude >> kLowBits == bin && kept[i] != 0) near[part].push_back(magnitude);
       }
     });
-    // If more are to go than there are, all go.
-    const int64_t low = high == kHigh ? 0 : Find(counts, kLow, &wanted);
-    const uint32_t threshold = static_cast<uint32_t>(high << kLowBits | low);
-    std::vector<int64_t> ties(cut.parts + 1, 0);
-    for (int64_t part = 0; part < cut.parts; ++part) ties[part + 1] = ties[part] + counts[part][low];
+    std::vector<uint32_t> ordered;
+    for (const auto& part : near) ordered.insert(ordered.end(), part.begin(), part.end());
+    std::nth_element(ordered.begin(), ordered.begin() + (wanted - 1), ordered.end());
+    const uint32_t threshold = ordered[wanted - 1];
+    for (uint32_t magnitude : ordered) wanted -= magnitude < threshold;
+    // How many that are equal to the threshold come before each part.
+    std::vector<int64_t> equal(cut.parts + 1, 0);
+    for (int64_t part = 0; part < cut.parts; ++part) {
+      equal[part + 1] = equal[part] + std::count(near[part].begin(), near[part].end(), threshold);
+    }
     Parallel(context, cut.parts, [&](int64_t part) {
-      int64_t tie = ties[part];
-      for (int64_t i = cut.Begin(part); i < cut.End(part); ++i) {
-        const uint32_t magnitude = Magnitude(values + i);
-        bool stays = kept[i] != 0 && magnitude >= threshold;
-        if (stays && magnitude == threshold) stays = tie++ >= wanted;
-        to[i] = stays;
+      const int64_t begin = cut.Begin(part);
+      const int64_t end = cut.End(part);
+      for (int64_t i = begin; i < end; ++i) to[i] = kept[i] & (Magnitude(values + i) > threshold);
+      if (equal[part + 1] <= wanted) return;
+      int64_t seen = equal[part];
+      for (int64_t i = begin; i < end; ++i) {
+        if (kept[i] != 0 && Magnitude(values + i) == threshold) to[i] = seen++ >= wanted;
       }
     });
   }
 };
 
-// Variables of a kernel's kept values (the values, optimizer slots) without the values that are masked; the kernel's own
-// mask loses these positions too. All in one op, so that they agree whatever else fails in the same step.
+// A vector, 32 bits an element, without those at some places in ascending order.
+void Without(const Tensor& from, const std::vector<int32_t>& places, Tensor* to) {
+  const int32_t* source = Ints(from);
+  int32_t* target = Ints(to);
+  int64_t begin = 0;
+  const auto copy = [&](int64_t end) {
+    std::memcpy(target, source + begin, (end - begin) * sizeof *source);
+    target += end - begin;
+    begin = end + 1;
+  };
+  for (int32_t place : places) copy(place);
+  copy(from.NumElements());
+}
+
+// Segments without the elements at some places in ascending order.
+void Shorten(const Tensor& pointers, const std::vector<int32_t>& places, Tensor* to) {
+  const int32_t* from = Ints(pointers);
+  int32_t* target = Ints(to);
+  int64_t before = 0;
+  const int64_t taken = places.size();
+  for (int64_t i = 0; i < pointers.NumElements(); ++i) {
+    while (before < taken && places[before] < from[i]) ++before;
+    target[i] = static_cast<int32_t>(from[i] - before);
+  }
+}
+
+// Takes masked values out of the variables of a kernel's kept values (the values, optimizer slots), out of the kernel's
+// own mask and, where they are given, out of its index arrays. All in one op, so that they agree whatever else fails in
+// the same step. Few values go at a time, and work that grows with the size of the mask is avoided.
 class ShrinkOp : public OpKernel {
  public:
-  using OpKernel::OpKernel;
+  explicit ShrinkOp(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("share", &share_));
+    OP_REQUIRES_OK(context, context->GetAttr("count", &count_));
+    OP_REQUIRES_OK(context, context->GetAttr("indices", &indices_));
+    OP_REQUIRES(context, indices_ == 0 || indices_ == 5, InvalidArgument("a structure has five index arrays"));
+  }
 
   void Compute(OpKernelContext* context) override {
-    const int count = context->num_inputs();
-    std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables(count);
-    for (int i = 0; i < count; ++i) {
+    std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables(context->num_inputs());
+    for (size_t i = 0; i < variables.size(); ++i) {
       OP_REQUIRES_OK(context,
                      tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, i), &variables[i]));
     }
@@ -138,69 +178,163 @@ class ShrinkOp : public OpKernel {
     std::vector<std::unique_ptr<tensorflow::mutex_lock>> locks;
     for (tensorflow::mutex* mutex : mutexes) locks.push_back(std::make_unique<tensorflow::mutex_lock>(*mutex));
 
+    Tensor* changed = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &changed));
+    changed->scalar<bool>()() = false;
     Tensor* mask = variables[0]->tensor();
     Tensor* alive = variables[1]->tensor();
     const int64_t kept = alive->NumElements();
     OP_REQUIRES(context, mask->dtype() == tensorflow::DT_BOOL && alive->dtype() == tensorflow::DT_BOOL,
                 InvalidArgument("shrink needs two masks"));
-    for (int i = 2; i < count; ++i) {
-      const Tensor* array = variables[i]->tensor();
-      OP_REQUIRES(context, array->dtype() == tensorflow::DT_FLOAT && array->NumElements() == kept,
+    std::vector<Tensor*> arrays;
+    for (int i = 0; i < count_; ++i) {
+      arrays.push_back(variables[2 + i]->tensor());
+      OP_REQUIRES(context, arrays[i]->dtype() == tensorflow::DT_FLOAT && arrays[i]->NumElements() == kept,
                   InvalidArgument("shrink needs float32 vectors of ", kept, " values, got shape ",
-                                  array->shape().DebugString()));
+                                  arrays[i]->shape().DebugString()));
     }
-    const Cut cut(context, kept);
-    std::vector<int64_t> starts = Starts(context, cut, Bytes(*alive));
-    const int64_t left = starts.back();
-    const Cut whole(context, mask->NumElements());
-    std::vector<int64_t> offsets = Starts(context, whole, Bytes(*mask));
-    OP_REQUIRES(context, offsets.back() == kept,
-                InvalidArgument("the mask keeps ", offsets.back(), " weights, but there are ", kept, " values"));
+    std::vector<int32_t> dead;
+    const uint8_t* lives = Bytes(*alive);
+    ForEachUnset(lives, 0, kept, [&](int64_t k) { dead.push_back(static_cast<int32_t>(k)); });
+    if (dead.empty() || dead.size() <= share_ * kept) return;
+    const int64_t left = kept - static_cast<int64_t>(dead.size());
+
+    std::vector<int64_t> positions;
+    const absl::Status found = indices_ == 0 ? Look(*mask, kept, dead, &positions)
+                                             : Find(*mask, *variables[2 + count_]->tensor(),
+                                                    *variables[3 + count_]->tensor(), kept, dead, &positions);
+    OP_REQUIRES_OK(context, found);
+
+    std::vector<Tensor> shorter(variables.size());
+    for (size_t i = 1; i < shorter.size(); ++i) {
+      const Tensor* array = variables[i]->tensor();
+      const bool pointers = i == 2u + count_ || i == 4u + count_;
+      const TensorShape shape = pointers ? array->shape() : TensorShape({left});
+      OP_REQUIRES_OK(context, context->allocate_temp(array->dtype(), shape, &shorter[i]));
+    }
+    std::memset(Bytes(&shorter[1]), 1, left);
+    for (int i = 2; i < 2 + count_; ++i) Without(*variables[i]->tensor(), dead, &shorter[i]);
+    if (indices_ != 0) {
+      const Tensor* from[5];
+      for (int i = 0; i < 5; ++i) from[i] = variables[2 + count_ + i]->tensor();
+      OP_REQUIRES_OK(context, Narrow(context, from, dead, &shorter[2 + count_]));
+    }
 
     // In its own memory, unless somebody still holds a value that was read from it.
-    const bool alone = mask->RefCountIsOne();
-    Tensor narrowed = *mask;
-    Tensor ones;
-    if (!alone) {
-      OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_BOOL, mask->shape(), &narrowed));
-      std::memcpy(Bytes(&narrowed), Bytes(*mask), mask->NumElements());
+    if (!mask->RefCountIsOne()) {
+      OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_BOOL, mask->shape(), &shorter[0]));
+      std::memcpy(Bytes(&shorter[0]), Bytes(*mask), mask->NumElements());
+      *mask = shorter[0];
     }
-    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_BOOL, TensorShape({left}), &ones));
-    std::vector<Tensor> arrays(count - 2);
-    for (Tensor& array : arrays) {
-      OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT, TensorShape({left}), &array));
-    }
-    std::memset(Bytes(&ones), 1, left);
-    Parallel(context, whole.parts, [&](int64_t part) {
-      const uint8_t* lives = Bytes(*alive) + offsets[part];
-      uint8_t* bytes = Bytes(&narrowed);
-      ForEachSet(bytes, whole.Begin(part), whole.End(part), [&](int64_t i) { bytes[i] = *lives++; });
-    });
-    Parallel(context, cut.parts, [&](int64_t part) {
-      const uint8_t* lives = Bytes(*alive);
-      for (int i = 2; i < count; ++i) {
-        const float* from = Floats(*variables[i]->tensor());
-        float* to = Floats(&arrays[i - 2]) + starts[part];
-        for (int64_t k = cut.Begin(part); k < cut.End(part); ++k) {
-          if (lives[k] != 0) *to++ = from[k];
-        }
-      }
-    });
-    *mask = narrowed;
-    *alive = ones;
-    for (int i = 2; i < count; ++i) *variables[i]->tensor() = arrays[i - 2];
+    uint8_t* bytes = Bytes(mask);
+    for (int64_t position : positions) bytes[position] = 0;
+    for (size_t i = 1; i < shorter.size(); ++i) *variables[i]->tensor() = shorter[i];
+    changed->scalar<bool>()() = true;
   }
 
  private:
-  // Where each part's set bytes begin when they are counted through; last their number.
-  static std::vector<int64_t> Starts(OpKernelContext* context, const Cut& cut, const uint8_t* bytes) {
-    std::vector<int64_t> starts(cut.parts + 1, 0);
-    Parallel(context, cut.parts, [&](int64_t part) {
-      starts[part + 1] = CountSet(bytes, cut.Begin(part), cut.End(part));
+  // The positions in the mask of some of its kept values, by counting through it.
+  static absl::Status Look(const Tensor& mask, int64_t kept, const std::vector<int32_t>& places,
+                           std::vector<int64_t>* positions) {
+    int64_t k = 0;
+    size_t next = 0;
+    ForEachSet(Bytes(mask), 0, mask.NumElements(), [&](int64_t position) {
+      if (next < places.size() && places[next] == k) {
+        positions->push_back(position);
+        ++next;
+      }
+      ++k;
     });
-    std::partial_sum(starts.begin(), starts.end(), starts.begin());
-    return starts;
+    if (k != kept) return InvalidArgument("the mask keeps ", k, " weights, but there are ", kept, " values");
+    return absl::OkStatus();
   }
+
+  // The same by the index arrays.
+  static absl::Status Find(const Tensor& mask, const Tensor& pointers, const Tensor& columns, int64_t kept,
+                           const std::vector<int32_t>& places, std::vector<int64_t>* positions) {
+    TF_RETURN_IF_ERROR(CheckPointers("row_pointers", pointers, kept));
+    TF_RETURN_IF_ERROR(CheckVector("columns", columns, kept));
+    const int64_t inputs = pointers.NumElements() - 1;
+    const int64_t outputs = inputs == 0 ? 0 : mask.NumElements() / inputs;
+    const int32_t* at = Ints(pointers);
+    const int32_t* column_of = Ints(columns);
+    const uint8_t* bytes = Bytes(mask);
+    int64_t row = 0;
+    for (int32_t place : places) {
+      while (at[row + 1] <= place) ++row;
+      const int64_t position = row * outputs + column_of[place];
+      if (column_of[place] < 0 || column_of[place] >= outputs || bytes[position] == 0) {
+        return InvalidArgument("the index arrays are not those of the mask");
+      }
+      positions->push_back(position);
+    }
+    return absl::OkStatus();
+  }
+
+  // The index arrays without the values at some places.
+  static absl::Status Narrow(OpKernelContext* context, const Tensor* const* from, const std::vector<int32_t>& dead,
+                             Tensor* to) {
+    const int64_t kept = from[1]->NumElements();
+    TF_RETURN_IF_ERROR(CheckPointers("column_pointers", *from[2], kept));
+    TF_RETURN_IF_ERROR(CheckVector("rows", *from[3], kept));
+    TF_RETURN_IF_ERROR(CheckVector("permutation", *from[4], kept));
+    Shorten(*from[0], dead, &to[0]);
+    Without(*from[1], dead, &to[1]);
+
+    // What becomes of each place.
+    std::unique_ptr<int32_t[]> places(new int32_t[kept]);
+    int32_t next = 0;
+    int32_t k = 0;
+    for (int32_t place : dead) {
+      while (k < place) places[k++] = next++;
+      places[k++] = -1;
+    }
+    while (k < kept) places[k++] = next++;
+
+    const int64_t outputs = from[2]->NumElements() - 1;
+    const int64_t parts = Workers(context, 4.0 * kept);
+    const int32_t* at = Ints(*from[2]);
+    std::vector<int64_t> begins(parts + 1);
+    for (int64_t part = 0; part <= parts; ++part) begins[part] = Boundary(at, outputs, part, parts, 1, 8);
+    // How many go before each part.
+    std::vector<int64_t> before(parts + 1, 0);
+    const int32_t* columns = Ints(*from[1]);
+    for (int32_t place : dead) {
+      for (int64_t part = parts; part > 0 && columns[place] < begins[part]; --part) ++before[part];
+    }
+    std::atomic<bool> bad{false};
+    // Pointers are taken out of the loops: asking a tensor for its data costs as much as an element's work.
+    const int32_t* rows = Ints(*from[3]);
+    const int32_t* permutation = Ints(*from[4]);
+    int32_t* column_at = Ints(&to[2]);
+    int32_t* row_of = Ints(&to[3]);
+    int32_t* place_of = Ints(&to[4]);
+    Parallel(context, parts, [&](int64_t part) {
+      int64_t next = at[begins[part]] - before[part];
+      const int64_t stop = at[begins[part + 1]] - before[part + 1];
+      for (int64_t o = begins[part]; o < begins[part + 1]; ++o) {
+        column_at[o] = static_cast<int32_t>(next);
+        for (int64_t t = at[o]; t < at[o + 1]; ++t) {
+          const bool known = static_cast<uint32_t>(permutation[t]) < static_cast<uint32_t>(kept);
+          const int32_t place = known ? places[permutation[t]] : 0;
+          if (place < 0) continue;
+          if (!known || next == stop) {
+            bad = true;
+            return;
+          }
+          row_of[next] = rows[t];
+          place_of[next++] = place;
+        }
+      }
+      if (next != stop) bad = true;
+    });
+    column_at[outputs] = static_cast<int32_t>(kept - static_cast<int64_t>(dead.size()));
+    if (bad) return InvalidArgument("the index arrays do not belong together");
+    return absl::OkStatus();
+  }
+
+  float share_;
+  int count_, indices_;
 };
 
 REGISTER_OP("SparsekitDropSmallest")
@@ -218,9 +352,16 @@ REGISTER_OP("SparsekitShrink")
     .Input("keep: resource")
     .Input("alive: resource")
     .Input("arrays: count * resource")
+    .Input("structure: indices * resource")
+    .Output("changed: bool")
     .Attr("count: int >= 1")
+    .Attr("indices: int >= 0")
+    .Attr("share: float")
     .SetIsStateful()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext*) { return absl::OkStatus(); });
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+      c->set_output(0, c->Scalar());
+      return absl::OkStatus();
+    });
 REGISTER_KERNEL_BUILDER(Name("SparsekitShrink").Device(tensorflow::DEVICE_CPU), ShrinkOp);
 
 }  // namespace

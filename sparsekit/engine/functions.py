@@ -75,14 +75,6 @@ class Structure:
         """The five index arrays in the order in which the ops take them."""
         return self.row_pointers, self.columns, self.column_pointers, self.rows, self.permutation
 
-    def narrowed(self, alive: Any) -> Structure:
-        """Index arrays of the mask without some of its kept positions.
-
-        Args:
-            alive: bool tensor (kept,), True = stays.
-        """
-        return Structure(self.shape, *library().sparsekit_narrow(alive, *self.arrays()))
-
     def in_variables(self) -> Structure:
         """The same with its index arrays in variables, to which those of another mask can be assigned."""
         pointers = {name: tf.Variable(getattr(self, name), trainable=False) for name in _POINTERS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -35,15 +36,23 @@ def drop_smallest(weight: Any, keep: Any, zeros: Any) -> tf.Tensor:
     return library().sparsekit_drop_smallest(weight, keep, tf.cast(zeros, tf.int64))
 
 
-def shrink(keep: tf.Variable, alive: tf.Variable, arrays: list[Any]) -> None:
+def shrink(
+    keep: tf.Variable, alive: tf.Variable, arrays: list[Any], structure: Sequence[Any] = (), share: float = 0.0
+) -> tf.Tensor:
     """Take masked values out of the vectors of a kernel's kept values, and out of its mask; all of that or nothing.
 
     Args:
         keep: bool `tf.Variable`, the mask of the kernel; loses the positions of what is taken out.
         alive: bool `tf.Variable` (kept,), True = stays; all True afterwards.
         arrays: float32 `tf.Variable`s (kept,) of unknown length: values and optimizer slots.
+        structure: the five index arrays of the mask in `tf.Variable`s, to be made those of the narrower one.
+        share: do it only where more than this share of the values is masked.
+
+    Returns:
+        Bool scalar, whether anything was taken out.
     """
-    library().sparsekit_shrink(keep.handle, alive.handle, [array.handle for array in arrays])
+    handles = [[variable.handle for variable in variables] for variables in (arrays, structure)]
+    return library().sparsekit_shrink(keep.handle, alive.handle, *handles, share=share)
 
 
 def hold(variable: tf.Variable, keep: tf.Variable, drop: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <limits>
-#include <numeric>
 #include <vector>
 
 #include "bits.h"
@@ -102,90 +101,6 @@ class StructureOp : public OpKernel {
         row_of[k] = static_cast<int32_t>(row);
         place[k] = position;
       });
-    });
-  }
-};
-
-// The index arrays of a mask that has lost some of its kept positions, from those that it had: far fewer than the mask
-// has positions.
-class NarrowOp : public OpKernel {
- public:
-  using OpKernel::OpKernel;
-
-  void Compute(OpKernelContext* context) override {
-    const Tensor& alive = context->input(0);
-    const int64_t kept = alive.NumElements();
-    OP_REQUIRES_OK(context, CheckVector("alive", alive, kept));
-    OP_REQUIRES_OK(context, CheckPointers("row_pointers", context->input(1), kept));
-    OP_REQUIRES_OK(context, CheckVector("columns", context->input(2), kept));
-    OP_REQUIRES_OK(context, CheckPointers("column_pointers", context->input(3), kept));
-    OP_REQUIRES_OK(context, CheckVector("rows", context->input(4), kept));
-    OP_REQUIRES_OK(context, CheckVector("permutation", context->input(5), kept));
-    const int32_t* permutation = Ints(context->input(5));
-    OP_REQUIRES(context, AllBelow(permutation, kept, kept), InvalidArgument("permutation must lie below ", kept));
-    const uint8_t* lives = static_cast<const uint8_t*>(alive.data());
-    const int64_t parts = Workers(context, 4.0 * kept);
-
-    // Among those that are left: the place of each, in the order of rows.
-    std::vector<int64_t> starts(parts + 1, 0);
-    Parallel(context, parts, [&](int64_t part) {
-      starts[part + 1] = CountSet(lives, kept * part / parts, kept * (part + 1) / parts);
-    });
-    std::partial_sum(starts.begin(), starts.end(), starts.begin());
-    const int64_t left = starts.back();
-    // Pointers are taken out of the loops: asking a tensor for its data costs as much as an element's work.
-    const int32_t* from[5];
-    int32_t* to[5];
-    for (int i = 0; i < 5; ++i) {
-      const bool pointers = i % 2 == 0 && i < 4;
-      const TensorShape shape = pointers ? context->input(i + 1).shape() : TensorShape({left});
-      Tensor* array = nullptr;
-      OP_REQUIRES_OK(context, context->allocate_output(i, shape, &array));
-      from[i] = Ints(context->input(i + 1));
-      to[i] = Ints(array);
-    }
-    std::vector<int32_t> places(kept + 1);
-    places[kept] = static_cast<int32_t>(left);
-    Parallel(context, parts, [&](int64_t part) {
-      int32_t next = static_cast<int32_t>(starts[part]);
-      const int32_t* columns = from[1];
-      int32_t* new_columns = to[1];
-      int32_t* place = places.data();
-      for (int64_t k = kept * part / parts; k < kept * (part + 1) / parts; ++k) {
-        place[k] = next;
-        if (lives[k] != 0) new_columns[next++] = columns[k];
-      }
-    });
-    const int64_t inputs = context->input(1).NumElements();
-    for (int64_t i = 0; i < inputs; ++i) to[0][i] = places[from[0][i]];
-
-    const int32_t* at = from[2];
-    const int64_t outputs = context->input(3).NumElements() - 1;
-    const auto begin = [&](int64_t part) { return Boundary(at, outputs, part, parts, 1, 8); };
-    std::fill(starts.begin(), starts.end(), 0);
-    Parallel(context, parts, [&](int64_t part) {
-      const int64_t end = at[begin(part + 1)];
-      int64_t count = 0;
-      for (int64_t k = at[begin(part)]; k < end; ++k) count += lives[permutation[k]] != 0;
-      starts[part + 1] = count;
-    });
-    std::partial_sum(starts.begin(), starts.end(), starts.begin());
-    to[2][outputs] = static_cast<int32_t>(left);
-    Parallel(context, parts, [&](int64_t part) {
-      int32_t next = static_cast<int32_t>(starts[part]);
-      const int64_t last = begin(part + 1);
-      const int32_t* rows = from[3];
-      const int32_t* place = places.data();
-      int32_t* new_rows = to[3];
-      int32_t* new_permutation = to[4];
-      for (int64_t o = begin(part); o < last; ++o) {
-        to[2][o] = next;
-        for (int64_t k = at[o]; k < at[o + 1]; ++k) {
-          if (lives[permutation[k]] == 0) continue;
-          new_rows[next] = rows[k];
-          new_permutation[next++] = place[permutation[k]];
-        }
-      }
     });
   }
 };
@@ -293,25 +208,6 @@ REGISTER_OP("SparsekitStructure")
       return absl::OkStatus();
     });
 REGISTER_KERNEL_BUILDER(Name("SparsekitStructure").Device(tensorflow::DEVICE_CPU), StructureOp);
-
-REGISTER_OP("SparsekitNarrow")
-    .Input("alive: bool")
-    .Input("row_pointers: int32")
-    .Input("columns: int32")
-    .Input("column_pointers: int32")
-    .Input("rows: int32")
-    .Input("permutation: int32")
-    .Output("new_row_pointers: int32")
-    .Output("new_columns: int32")
-    .Output("new_column_pointers: int32")
-    .Output("new_rows: int32")
-    .Output("new_permutation: int32")
-    .SetShapeFn([](InferenceContext* c) {
-      TF_RETURN_IF_ERROR(VectorInputs(c, 0, 5));
-      for (int i = 0; i < 5; ++i) c->set_output(i, i % 2 == 0 && i < 4 ? c->input(i + 1) : c->Vector(c->UnknownDim()));
-      return absl::OkStatus();
-    });
-REGISTER_KERNEL_BUILDER(Name("SparsekitNarrow").Device(tensorflow::DEVICE_CPU), NarrowOp);
 
 REGISTER_OP("SparsekitGather")
     .Input("dense: float")

@@ -11,7 +11,6 @@ within that step, and the index arrays, which are variables then, are made anew.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,27 +50,23 @@ class _Swapped:
 
     def renew(self) -> None:
         """Give index arrays that are variables the contents for the kernel's mask."""
-        self._give(self.site.operation.structure(tf.convert_to_tensor(self.site.mask.keep)))
+        structure = self.site.operation.structure(tf.convert_to_tensor(self.site.mask.keep))
+        for variable, array in zip(self.structure.arrays(), structure.arrays(), strict=True):
+            variable.assign(array)
 
     def shrink(self, slots: list[Any]) -> None:
         """Take masked values out of values, slots and the kernel's mask."""
         assert self.live is not None
         masking.shrink(self.site.mask.keep, self.live.keep, [native(self.values), *slots])
 
-    def shrink_and_renew(self, slots: list[Any]) -> None:
-        """Do both, with the index arrays made from those that there are where that is possible."""
+    def shrink_and_renew(self, slots: list[Any], share: float) -> None:
+        """Do both in the graph, where more than this share is masked."""
         assert self.live is not None
-        if isinstance(self.structure, Structure):
-            narrowed = self.structure.narrowed(tf.convert_to_tensor(self.live.keep))
-            self.shrink(slots)
-            self._give(narrowed)
-        else:
-            self.shrink(slots)
-            self.renew()
-
-    def _give(self, structure: Any) -> None:
-        for variable, array in zip(self.structure.arrays(), structure.arrays(), strict=True):
-            variable.assign(array)
+        arrays = [native(self.values), *slots]
+        structure = self.structure.arrays() if isinstance(self.structure, Structure) else ()
+        changed = masking.shrink(self.site.mask.keep, self.live.keep, arrays, structure, share)
+        if not structure:
+            tf.cond(changed, self.renew, lambda: None)
 
 
 @dataclass(eq=False)
@@ -242,14 +237,8 @@ class Swap:
     def _settle(self, share: float) -> None:
         """In a step: where more than this share of a kernel's values is masked, go on with the others alone."""
         for swapped in self._swapped:
-            if swapped.live is None:
-                continue
-            alive = tf.convert_to_tensor(swapped.live.keep)
-            size, left = tf.size(alive), tf.math.count_nonzero(alive, dtype=tf.int32)
-            due = tf.cast(size - left, tf.float32) > share * tf.cast(size, tf.float32)
-            slots = self._twin.arrays(swapped.mover)
-
-            tf.cond(due, functools.partial(swapped.shrink_and_renew, slots), lambda: None)
+            if swapped.live is not None:
+                swapped.shrink_and_renew(self._twin.arrays(swapped.mover), share)
 
     def _exchange_functions(self, old: str, new: str) -> None:
         """Each of the two states has compiled functions of its own, which are traced once."""

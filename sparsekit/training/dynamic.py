@@ -114,20 +114,18 @@ class Gradual(Dynamic):
         hold(masks, self.fused)
         updates = tf.cast(tf.convert_to_tensor(updates), tf.int64)
         at = tf.equal(tf.constant(self._steps), updates)
-        sparsity = tf.reduce_max(tf.where(at, tf.constant(self._sparsity), tf.zeros([], tf.float64)))
+
+        def drop() -> None:
+            self._drop(tf.reduce_max(tf.where(at, tf.constant(self._sparsity), tf.zeros([], tf.float64))))
+
         # A branch with variables of all replicas cannot be taken inside a replica.
-        on_all_replicas(lambda _: tf.cond(tf.reduce_any(at), lambda: self._drop(sparsity), lambda: None))
+        on_all_replicas(lambda _: tf.cond(tf.reduce_any(at), drop, lambda: None))
 
     def _drop(self, sparsity: tf.Tensor) -> None:
         strategy = tf.distribute.get_strategy()
         for mask in self.frozen:
             assign(strategy, mask.keep, self._keep_largest, mask.variable, sparsity, mask.size)
-            assign(
-                strategy,
-                mask.variable,
-                lambda weight, keep: weight.assign(keep_only(keep, weight)),
-                mask.keep,
-            )
+        hold(self.frozen, self.fused)
         if self.settle is not None:
             self.settle(0.0)
 
@@ -137,10 +135,10 @@ class Gradual(Dynamic):
         size = tf.size(current)
         whole = whole or int(np.prod(current.shape))
         zeros = tf.cast(tf.round(tf.round(sparsity * (whole * 1e6)) / 1e6), tf.int32) - (whole - size)
-        zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
         if self.fused and weight.dtype == tf.float32:
             keep.assign(masking.drop_smallest(weight, current, zeros))
             return
+        zeros = tf.maximum(zeros, size - tf.math.count_nonzero(current, dtype=tf.int32))
         scores = tf.where(current, tf.abs(tf.cast(weight, tf.float32)), tf.constant(-1.0))
         order = tf.argsort(tf.reshape(scores, [-1]), stable=True)
         # A slice of `zeros` elements would have XLA compile anew for each length.
