@@ -50,7 +50,7 @@ class FrozenMask:
     def violations(self) -> int:
         """Number of positions that are masked and not exactly zero."""
         weight, keep = read(self.variable), read(self.keep)
-        return int(np.count_nonzero(weight[~keep] != 0))
+        return int(np.count_nonzero((weight != 0) & ~keep))
 
 
 class FrozenMasks:

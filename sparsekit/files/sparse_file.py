@@ -163,7 +163,7 @@ class Packer:
         dtype = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.str
         values = np.ascontiguousarray(array).reshape(-1).view(np.dtype(f"<u{array.dtype.itemsize}"))
         entry: dict[str, Any] = {"dtype": dtype, "shape": list(array.shape)}
-        kept = np.flatnonzero(values)
+        kept = np.flatnonzero(values != 0)
         share = 1 - len(kept) / values.size if values.size else 0.0
         self.dense += array.nbytes
         if 0 < share < 1:
