@@ -30,11 +30,9 @@ inline int64_t CountSet(const uint8_t* bytes, int64_t begin, int64_t end) {
 template <typename Visit>
 inline void ForEachSet(const uint8_t* bytes, int64_t begin, int64_t end, const Visit& visit) {
   int64_t i = begin;
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
   for (; i + 8 <= end; i += 8) {
     for (uint64_t word = SetBytes(bytes + i); word != 0; word &= word - 1) visit(i + __builtin_ctzll(word) / 8);
   }
-#endif
   for (; i < end; ++i) {
     if (bytes[i] != 0) visit(i);
   }

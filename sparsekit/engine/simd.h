@@ -6,6 +6,11 @@
 #ifndef SPARSEKIT_ENGINE_SIMD_H_
 #define SPARSEKIT_ENGINE_SIMD_H_
 
+// A lane of 64 bits is read as two of 32, and a word as eight bytes of a mask, the lowest first.
+#if __SIZEOF_POINTER__ != 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the engine needs a 64-bit little-endian CPU"
+#endif
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
