@@ -104,7 +104,7 @@ def tensorflow_call(layer: Layer, sparsity: float | None) -> Callable[[int], Any
             y = forward()
         return y, *tape.gradient(y, [x, weight], dy)
 
-    @tf.function
+    @tf.function(autograph=False)
     def loop(repeats: tf.Tensor) -> Any:
         return tf.while_loop(
             lambda done, *_: done < repeats, lambda done, *_: (done + 1, *once()), (1, *once()), parallel_iterations=1
@@ -162,7 +162,7 @@ def torch_call(layer: Layer, sparsity: float | None) -> Callable[[int], None]:
         call(module, 2)
         return time.perf_counter() - began
 
-    best = min(modules, key=seconds)
+    best = min(modules, key=lambda module: min(seconds(module) for _ in range(3)))
     return lambda repeats: call(best, repeats)
 
 
@@ -443,6 +443,19 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def check_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Say before any timing what the sides in PyTorch lack."""
+    if (options.torch or options.sparseprop) and importlib.util.find_spec("torch") is None:
+        parser.error("PyTorch is not installed; install it, or add its folder to PYTHONPATH")
+    if options.sparseprop:
+        folder = options.sparseprop = options.sparseprop.expanduser().resolve()
+        if not (folder / "sparseprop" / "__init__.py").is_file() or not any(folder.glob("backend*.so")):
+            parser.error(
+                f"{folder} does not hold SparseProp; needed are the package of IST-DASLab/sparseprop, sparseprop/, and "
+                "beside it backend*.so, compiled from sparseprop/backend.cpp as its setup.py says"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", choices=("dense", "conv", "all"), default="all")
@@ -450,7 +463,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="7 or more for a figure that is to be quoted")
     parser.add_argument("--torch", action="store_true", help="time PyTorch's dense layers, too")
     parser.add_argument(
-        "--sparseprop", metavar="PATH", help="folder that holds a built sparseprop package; time it, too"
+        "--sparseprop",
+        metavar="PATH",
+        type=Path,
+        help="folder of SparseProp as its setup.py builds it: sparseprop/ and the compiled backend; time it, too",
     )
     parser.add_argument("--picture", type=Path, help="write the ratios as a picture")
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
@@ -460,6 +476,7 @@ def main() -> None:
     if options.side:
         work(options.side)
         return
+    check_torch(parser, options)
     from sparsekit.engine import build
 
     if not build.available():

@@ -199,15 +199,17 @@ static void Backward() {
 static void Bits() {
   for (int size = 0; size < 40; ++size) {
     std::vector<uint8_t> mask(size);
-    std::vector<int64_t> want, seen;
+    std::vector<int64_t> set, unset, seen_set, seen_unset;
     for (int i = 0; i < size; ++i) {
       mask[i] = Small() > 1 ? (i % 2 ? 1 : 128) : 0;
-      if (mask[i] && i > 0) want.push_back(i);
+      if (i > 0) (mask[i] ? set : unset).push_back(i);
     }
     if (size == 0) continue;
-    ForEachSet(mask.data(), 1, size, [&](int64_t i) { seen.push_back(i); });
-    Check(seen == want, "ForEachSet");
-    Check(CountSet(mask.data(), 1, size) == static_cast<int64_t>(want.size()), "CountSet");
+    ForEachSet(mask.data(), 1, size, [&](int64_t i) { seen_set.push_back(i); });
+    Check(seen_set == set, "ForEachSet");
+    ForEachUnset(mask.data(), 1, size, [&](int64_t i) { seen_unset.push_back(i); });
+    Check(seen_unset == unset, "ForEachUnset");
+    Check(CountSet(mask.data(), 1, size) == static_cast<int64_t>(set.size()), "CountSet");
   }
 }
 

@@ -42,14 +42,12 @@ inline void ForEachSet(const uint8_t* bytes, int64_t begin, int64_t end, const V
 template <typename Visit>
 inline void ForEachUnset(const uint8_t* bytes, int64_t begin, int64_t end, const Visit& visit) {
   int64_t i = begin;
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
   constexpr uint64_t kHighest = 0x8080808080808080u;
   for (; i + 8 <= end; i += 8) {
     for (uint64_t word = SetBytes(bytes + i) ^ kHighest; word != 0; word &= word - 1) {
       visit(i + __builtin_ctzll(word) / 8);
     }
   }
-#endif
   for (; i < end; ++i) {
     if (bytes[i] == 0) visit(i);
   }
