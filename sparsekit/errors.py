@@ -1,5 +1,7 @@
 """What can go wrong, each as one class that is also the built-in error a caller would expect."""
 
+_LONGEST = 1500
+
 
 class SparsekitError(Exception):
     """Base of every error that sparsekit raises on purpose."""
@@ -30,7 +32,12 @@ class ViolationError(SparsekitError, ValueError):
 
 
 class FileError(SparsekitError, ValueError):
-    """A file cannot be read or written."""
+    """A file cannot be read or written. What the file says of itself is quoted in one line and not at any length."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
 
 
 class OutputError(FileError):

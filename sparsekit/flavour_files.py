@@ -50,12 +50,11 @@ class Files(Base):
                 sharing = importlib.import_module("tf_keras.src.saving.legacy.serialization")
                 stack.enter_context(sharing.SharedObjectLoadingScope())
             stack.enter_context(self.keras.utils.custom_object_scope(custom_objects))
-            return legacy.model_from_config(config, custom_objects=custom_objects)
+            return self._checked(legacy.model_from_config(config, custom_objects=custom_objects))
 
-    def registered(self, name: str) -> bool:
-        """Whether the user registered a class or function of this name with `register_keras_serializable`."""
-        known = getattr(self.keras, "saving", self.keras.utils).get_custom_objects()
-        return name in known
+    def registered(self, name: str) -> Any:
+        """The class or function that the user registered by this name with `register_keras_serializable`, or None."""
+        return getattr(self.keras, "saving", self.keras.utils).get_custom_objects().get(name)
 
     def input_names(self, model: Any) -> list[str]:
         """Names of a model's input layers, in the order of `model.inputs`."""
@@ -130,7 +129,13 @@ class Files(Base):
             MemoryError: once its layers ask for more than `budget` weights.
         """
         with _weight_budget(self.keras.layers.Layer, budget):
-            return self.keras.models.load_model(path, custom_objects=custom_objects, safe_mode=safe)
+            return self._checked(self.keras.models.load_model(path, custom_objects=custom_objects, safe_mode=safe))
+
+    def _checked(self, built: Any) -> Any:
+        """Keras builds any object that a config names."""
+        if not isinstance(built, self.keras.Model):
+            raise TypeError(f"The config is of a {type(built).__name__}, which is no model")
+        return built
 
     def saved_weights(self, layer: Any) -> list[Any]:
         """A layer's variables in the order in which an .h5 file holds them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import h5py
 import numpy as np
 
 from ..flavour import Flavour, key_of, native
+from .settings import known_object, known_optimizer
 from .stored import StoredArray, StoredModel
 
 _OLD_SLOTS = ("m", "v", "vhat", "rms", "mg", "momentum", "accumulator", "accum_grad", "accum_var", "linear", "Variable")
@@ -57,38 +57,80 @@ def compile_as_stored(
         return []
     custom = custom_objects or {}
     notes: list[str] = []
+    # Any class of Keras' or the user's own refuses settings in its own way, hence the broad excepts.
     with flavour.keras.utils.custom_object_scope(custom):
-        optimizer = _optimizer(training.get("optimizer_config"), flavour, custom)
-        if optimizer is None:
-            name = (training.get("optimizer_config") or {}).get("class_name")
-            notes.append(
-                f"The optimizer '{name}' is not known, so that Adam takes its place; "
-                f"pass custom_objects={{'{name}': ...}} to keep it."
-            )
+        try:
+            optimizer = known_optimizer(training.get("optimizer_config"), flavour, custom)
+        except Exception as error:
+            notes.append(_no_optimizer(training.get("optimizer_config"), error))
             optimizer = flavour.keras.optimizers.Adam()
         try:
             loss = _each(training.get("loss"), lambda one: _loss(one, flavour, custom))
-        except (ValueError, TypeError, LookupError):
+        except Exception:
             notes.append(
-                f"The loss {training.get('loss')!r} is not known, so that the model is not compiled; "
+                f"The loss {training.get('loss')!r:.200} is not known, so that the model is not compiled; "
                 "pass it in custom_objects, or compile the model yourself."
             )
             return notes
-        metrics = _metrics(training.get("metrics"), flavour, custom, notes)
-        weighted = _metrics(training.get("weighted_metrics"), flavour, custom, notes)
-        model.compile(
-            optimizer=optimizer,
-            loss=loss,
-            metrics=metrics,
-            weighted_metrics=weighted,
-            loss_weights=training.get("loss_weights"),
-        )
+        try:
+            _check_weights(training.get("loss_weights"))
+            model.compile(
+                optimizer=optimizer,
+                loss=loss,
+                metrics=_metrics(training.get("metrics"), flavour, custom, notes),
+                weighted_metrics=_metrics(training.get("weighted_metrics"), flavour, custom, notes),
+                loss_weights=training.get("loss_weights"),
+            )
+        except Exception as error:
+            notes.append(
+                f"{flavour.label} does not take the training settings in the file ({type(error).__name__}), so that "
+                "the model is not compiled; compile it yourself."
+            )
+            return notes
     if stored.optimizer and not _restore_optimizer(model, stored, flavour):
         notes.append(
             f"The moments of the optimizer '{type(model.optimizer).__name__}' were written in another order by another "
             "Keras and start anew; its settings are kept."
         )
     return notes
+
+
+def check_training(stored: StoredModel, flavour: Flavour, custom_objects: dict[str, Any] | None) -> None:
+    """Refuse settings that a Keras would take and then fail on at the first step, before it opens a file by itself.
+
+    Raises:
+        ValueError: or whatever else the optimizer's class raises.
+    """
+    training, custom = stored.training_config or {}, custom_objects or {}
+    for name in ("loss", "metrics", "weighted_metrics"):
+        _each(training.get(name), lambda one: one)
+    _check_weights(training.get("loss_weights"))
+    with flavour.keras.utils.custom_object_scope(custom):
+        try:
+            known_optimizer(training.get("optimizer_config"), flavour, custom)
+        except LookupError:
+            # Keras says what is missing.
+            return
+
+
+def _check_weights(weights: Any) -> None:
+    """Weights of losses are numbers, one, a list or a dict by output."""
+    inside = weights.values() if isinstance(weights, dict) else weights if isinstance(weights, list) else [weights]
+    if any(not isinstance(one, (int, float, type(None))) for one in inside):
+        raise ValueError(f"The weights of the losses are {weights!r:.100}.")
+
+
+def _no_optimizer(config: Any, error: Exception) -> str:
+    name = str(config.get("class_name"))[:100] if isinstance(config, dict) else None
+    if isinstance(error, LookupError):
+        return (
+            f"The optimizer '{name}' is not known, so that Adam takes its place; "
+            f"pass custom_objects={{'{name}': ...}} to keep it."
+        )
+    return (
+        f"The settings of the optimizer '{name}' in the file make no sense, so that Adam with its defaults takes its "
+        "place; compile the model with the optimizer that it needs."
+    )
 
 
 def _each(config: Any, resolve: Callable[[Any], Any]) -> Any:
@@ -104,8 +146,16 @@ def _each(config: Any, resolve: Callable[[Any], Any]) -> Any:
 
 def _loss(config: Any, flavour: Flavour, custom: dict[str, Any]) -> Any:
     if isinstance(config, dict):
-        return _known_settings(config, flavour.keras.losses, custom)
-    return custom[config] if config in custom else flavour.keras.losses.get(config)
+        return known_object(config, flavour.keras.losses, flavour, custom)
+    return custom[config] if config in custom else _function(flavour.keras.losses, config)
+
+
+def _function(module: Any, name: str) -> Any:
+    """A function or class by its name; tf_keras gives some names back as they are."""
+    found = module.get(name)
+    if not callable(found):
+        raise LookupError(name)
+    return found
 
 
 def _metrics(config: Any, flavour: Flavour, custom: dict[str, Any], notes: list[str]) -> Any:
@@ -114,12 +164,14 @@ def _metrics(config: Any, flavour: Flavour, custom: dict[str, Any], notes: list[
     def resolve(one: Any) -> Any:
         try:
             if isinstance(one, dict):
-                return _known_settings(one, flavour.keras.metrics, custom)
+                return known_object(one, flavour.keras.metrics, flavour, custom)
             if one in _BY_SHAPE:
                 return one
-            return custom[one] if one in custom else flavour.keras.metrics.get(one)
-        except (ValueError, TypeError, LookupError):
-            notes.append(f"The metric {one!r} is not known and was left out; pass it in custom_objects to keep it.")
+            return custom[one] if one in custom else _function(flavour.keras.metrics, one)
+        except Exception:
+            notes.append(
+                f"The metric {one!r:.200} is not known and was left out; pass it in custom_objects to keep it."
+            )
             return None
 
     return _without_none(_each(config, resolve))
@@ -127,58 +179,10 @@ def _metrics(config: Any, flavour: Flavour, custom: dict[str, Any], notes: list[
 
 def _without_none(nested: Any) -> Any:
     if isinstance(nested, dict):
-        return {key: _without_none(value) for key, value in nested.items()}
+        return {key: _without_none(value) for key, value in nested.items() if value is not None}
     if isinstance(nested, list):
         return [_without_none(value) for value in nested if value is not None]
     return nested
-
-
-def _known_settings(config: dict[str, Any], module: Any, custom: dict[str, Any]) -> Any:
-    """An object from its class name and those of its settings that this Keras knows."""
-    name = str(config["class_name"]).split(">")[-1]
-    if name == "function":
-        return custom.get(config["config"]) or module.get(config["config"])
-    kind = custom.get(name) or getattr(module, name, None)
-    if not inspect.isclass(kind):
-        raise LookupError(name)
-    accepted = inspect.signature(kind.__init__).parameters
-    settings = dict(config.get("config") or {})
-    if isinstance(settings.get("fn"), str) and "fn" in accepted:
-        # A wrapped function: its further settings are those of the function.
-        settings["fn"] = custom.get(settings["fn"]) or module.get(settings["fn"])
-    else:
-        settings = {key: value for key, value in settings.items() if key in accepted}
-    # Keras 2 left the reduction open until the first batch, which then always meant this one.
-    if settings.get("reduction") == "auto":
-        settings["reduction"] = "sum_over_batch_size"
-    return kind(**settings)
-
-
-def _optimizer(config: Any, flavour: Flavour, custom: dict[str, Any]) -> Any:
-    """The optimizer with its settings in the words of this Keras, or None if its class is not known."""
-    if not isinstance(config, dict) or not isinstance(config.get("config"), dict):
-        return None
-    name, settings = str(config.get("class_name")).split(">")[-1], dict(config["config"])
-    optimizers = flavour.keras.optimizers
-    kind = custom.get(name) or next(
-        (getattr(optimizers, known) for known in dir(optimizers) if known.lower() == name.lower()), None
-    )
-    if name == "LossScaleOptimizer":
-        inner = _optimizer(settings.get("inner_optimizer") or settings.get("optimizer"), flavour, custom)
-        return None if inner is None else flavour.loss_scaled(inner)
-    if not inspect.isclass(kind):
-        return None
-    if "lr" in settings:
-        settings["learning_rate"] = settings.pop("lr")
-    rate = settings.get("learning_rate")
-    if isinstance(rate, dict):
-        settings["learning_rate"] = optimizers.schedules.deserialize(rate, custom_objects=custom)
-    elif settings.get("decay"):
-        # What Keras 2 called decay, as the schedule that does the same: rate / (1 + decay * updates).
-        settings["learning_rate"] = optimizers.schedules.InverseTimeDecay(rate, 1, settings["decay"])
-    accepted = inspect.signature(kind.__init__).parameters
-    settings = {key: value for key, value in settings.items() if key in accepted and value is not None}
-    return kind(**settings)
 
 
 def _restore_optimizer(model: Any, stored: StoredModel, flavour: Flavour) -> bool:

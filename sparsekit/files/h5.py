@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import h5py
 
 from ..errors import FileError
 from .checksums import FLAVOUR, expect_checksums
+from .configs import parsed, version
 from .hdf5_index import Group
 from .masks_group import GROUP, unpacked
 from .stored import StoredArray, StoredMask, StoredModel
@@ -38,14 +38,14 @@ def read_h5(file: Group) -> StoredModel:
     path = file.path
     config = _json(file, "model_config")
     if config is not None and not isinstance(config, dict):
-        raise FileError(f"The model config in '{path}' is no dictionary; the file is damaged.")
+        raise FileError(f"The model_config in '{path}' is no dictionary; the file is damaged.")
     weights: Group | None = file
     if not {"layer_names", "layer_names0"} & set(file.attributes):
         weights = file.group("model_weights") if "model_weights" in file else None
     layers, top_level = [], []
-    version, backend = _text(file, "keras_version"), _text(file, "backend")
+    written_by, backend = _text(file, "keras_version"), _text(file, "backend")
     if weights is not None:
-        version, backend = version or _text(weights, "keras_version"), backend or _text(weights, "backend")
+        written_by, backend = written_by or _text(weights, "keras_version"), backend or _text(weights, "backend")
         layers = [(name, _arrays(weights.group(name))) for name in names(weights, "layer_names")]
         if "top_level_model_weights" in weights:
             top_level = _arrays(weights.group("top_level_model_weights"))
@@ -57,7 +57,7 @@ def read_h5(file: Group) -> StoredModel:
     optimizer = next((name for name in (_ASIDE, _OPTIMIZER) if name in file), None)
     return StoredModel(
         format="h5",
-        keras_version=version,
+        keras_version=version(written_by),
         config=config,
         training_config=training if isinstance(training, dict) else None,
         layers=layers,
@@ -73,6 +73,7 @@ def _weights_of_keras_3(file: Group) -> StoredModel | None:
     """A .weights.h5 holds arrays by their place in the model's objects, not by layers."""
     if not {"layers", "_layer_checkpoint_dependencies", "vars"} & set(file.members):
         return None
+    file.check_closed()
     arrays = [StoredArray(one.name, one.shape, one.read) for one in file.datasets()]
     weights = [array for array in arrays if not array.name.startswith("optimizer/")]
     return StoredModel(
@@ -125,7 +126,4 @@ def _json(file: Group, attribute: str) -> Any:
     """A JSON attribute, or None."""
     if attribute not in file.attributes:
         return None
-    try:
-        return json.loads(_text(file, attribute))
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"The {attribute} in '{file.path}' is no valid JSON; the file is damaged.") from error
+    return parsed(_text(file, attribute), attribute, file.path)

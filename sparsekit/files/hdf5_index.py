@@ -187,8 +187,21 @@ class Group:
         found.check()
         return found
 
+    def check_closed(self) -> None:
+        """Refuse what leads out of the file, before a reader that would follow it opens the file.
+
+        Raises:
+            FileError: naming the link or the array.
+        """
+        for group in (self, *self.groups()):
+            for name, entry in group.members.items():
+                if "link" in entry:
+                    group._find(name)
+        for dataset in self.datasets():
+            dataset.check()
+
     def _find(self, name: str) -> dict[str, Any]:
-        here: dict[str, Any] = {"members": self.members}
+        here: dict[str, Any] = {"attributes": self.attributes, "members": self.members}
         for part in name.split("/"):
             if not part:
                 continue

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import re
 import tempfile
 import zipfile
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import FileError
+from .configs import parsed_dict, version
 from .hdf5_index import index
 from .masks_group import MEMBER, unpacked
 from .stored import StoredArray, StoredMask, StoredModel
@@ -49,15 +48,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     Raises:
         FileError: if it is missing or damaged.
     """
-    try:
-        found = json.loads(member(path, name))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, FileError):
-            raise
-        raise FileError(f"'{name}' in '{path}' is no valid JSON; the file is damaged.") from error
-    if not isinstance(found, dict):
-        raise FileError(f"'{name}' in '{path}' is no dictionary; the file is damaged.")
-    return found
+    return parsed_dict(member(path, name), f"member '{name}'", path)
 
 
 def read_masks(path: Path) -> list[StoredMask]:
@@ -81,14 +72,16 @@ def as_stored(path: Path) -> StoredModel:
         FileError: if it is damaged.
     """
     config = read_json(path, "config.json")
-    version = str(read_json(path, "metadata.json").get("keras_version", ""))
-    if not re.match(r"\d+\.", version):
+    written_by = version(read_json(path, "metadata.json").get("keras_version"))
+    if not written_by:
         raise FileError(f"'{path}' does not say which Keras wrote it; the file is damaged.")
     arrays, optimizer = [], []
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "model.weights.h5"
         weights.write_bytes(member(path, weights.name))
-        for dataset in index(weights).datasets():
+        held = index(weights)
+        held.check_closed()
+        for dataset in held.datasets():
             values = dataset.read()
             (optimizer if dataset.name.startswith("optimizer/") else arrays).append(
                 StoredArray(dataset.name, dataset.shape, lambda values=values: values)
@@ -99,7 +92,7 @@ def as_stored(path: Path) -> StoredModel:
         training["optimizer_config"] = training.pop("optimizer", None)
     return StoredModel(
         format="keras",
-        keras_version=version,
+        keras_version=written_by,
         config=config,
         training_config=training,
         layers=[("", arrays)] if arrays else [],

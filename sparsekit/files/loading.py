@@ -19,12 +19,12 @@ from ..flavour import NAMES, Flavour, flavour_of, get
 from ..frozen import attach
 from ..masks import Mask, MaskSet
 from ..weights import all_weights
-from .compiling import compile_as_stored
+from .compiling import check_training, compile_as_stored
 from .equivalence import same_predictions
 from .h5 import read_h5
 from .hdf5_index import index
 from .keras_zip import as_stored, read_masks
-from .rebuild import SLACK, build, put_weights, why_not_built
+from .rebuild import SLACK, build, check_rules, put_weights, why_not_built
 from .repairs import repair
 from .safety import check_known, check_safe
 from .sparse_file import MARK, read_sparse
@@ -257,10 +257,13 @@ def _load_keras(path: Path, custom_objects: dict[str, Any] | None, flavour: str 
     check_known(stored.config, [own], custom_objects, path)
     limit = 2 * stored.size + SLACK
     try:
+        check_training(stored, own, custom_objects)
         with _named(path, ".keras") as named:
-            return own.load_keras(named, custom_objects, safe, limit)
+            model = own.load_keras(named, custom_objects, safe, limit)
     except Exception as error:
         raise FileError(why_not_built(error, own, path)) from error
+    check_rules(model, own, path)
+    return model
 
 
 def restore_masks(model: Any, stored: list[StoredMask], path: Path) -> None:

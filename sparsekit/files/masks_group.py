@@ -14,6 +14,7 @@ from ..errors import FileError
 from ..frozen import frozen_masks
 from ..masks import unpack
 from ..weights import all_weights, read
+from .configs import parsed_dict
 from .stored import StoredMask
 
 GROUP = "sparsekit_masks"
@@ -64,7 +65,7 @@ def unpacked(names: Collection[str], read: Callable[[str], np.ndarray], path: Pa
     if not names:
         return []
     try:
-        head = json.loads(read("index").tobytes())
+        head = parsed_dict(read("index").tobytes(), "list of masks", path)
         if head["version"] > _VERSION:
             raise FileError(f"The masks in '{path}' were written by a later sparsekit; run `pip install -U sparsekit`.")
         masks = []

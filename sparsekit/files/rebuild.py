@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FileError
-from ..flavour import Flavour, key_of, native
+from ..flavour import NAMES, Flavour, key_of, native
 from ..weights import all_weights
 from .layouts import convolution, of_today
 from .repairs import plain_name
@@ -47,14 +47,32 @@ def build(
         raise FileError(f"The config in '{path}' is nested too deeply; the file is damaged.") from error
     except Exception as error:
         raise FileError(why_not_built(error, flavour, path)) from error
+    check_rules(model, flavour, path)
     put_weights(model, stored, flavour, path)
     return model
 
 
+def check_rules(model: Any, flavour: Flavour, path: Path) -> None:
+    """Refuse regularizers and constraints that are none: Keras takes any text for one until the first step.
+
+    Raises:
+        FileError: naming the layer.
+    """
+    for layer in flavour.layers(model):
+        # A layer of the user's own may call whatever it likes by such a name.
+        for name, rule in vars(layer).items() if type(layer).__module__.split(".")[0] in NAMES else ():
+            if name.startswith("_") or not name.endswith(("_regularizer", "_constraint")) or rule is None:
+                continue
+            if not callable(rule) or flavour.is_layer(rule):
+                raise FileError(f"Layer '{layer.name}' in '{path}' has a {name} that is none; the file is damaged.")
+
+
 def why_not_built(error: Exception, flavour: Flavour, path: Path) -> str:
     """One sentence for a config that a Keras refused."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"{flavour.label} cannot build the model in '{path}': {first[:300]}"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not first or isinstance(error, (LookupError, AttributeError)):
+        first = f"{type(error).__name__} {first}"
+    return f"{flavour.label} cannot build the model in '{path}': {first.rstrip('.')[:300]}."
 
 
 def put_weights(model: Any, stored: StoredModel, flavour: Flavour, path: Path) -> None:

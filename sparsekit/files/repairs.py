@@ -116,11 +116,11 @@ def repair(
     Raises:
         FileError: if the config asks for something that this Keras cannot do.
     """
-    config = copy.deepcopy(config)
     numbers = [int(n) for n in re.findall(r"\d+", keras_version)[:2]]
     version = (numbers + [2, 0][len(numbers) :])[:2]
     applied = []
     try:
+        config = copy.deepcopy(config)
         for rule in REPAIRS:
             # Each rule sees what the ones before it made of the whole config: a wrapper looks at the class inside.
             for entry in _entries(config) if rule.flavour in (None, flavour.name) else ():

@@ -33,18 +33,19 @@ def check_safe(config: Any, path: Path) -> None:
     """
     for entry in _entries(config):
         kind, settings = str(entry["class_name"]).split(">")[-1], entry.get("config")
-        name = settings.get("name", kind) if isinstance(settings, dict) else kind
-        if kind == "__lambda__" or (kind == "Lambda" and isinstance(settings, dict) and _brings_code(settings)):
+        settings = settings if isinstance(settings, dict) else {}
+        name = settings.get("name", kind)
+        if kind == "__lambda__" or (kind == "Lambda" and _brings_code(settings)):
             raise FileError(
                 f"'{path}' holds Python code (Lambda layer '{name}'), which would run with your rights; "
                 "if you trust the file, load it with safe=False."
             )
-        if kind in _TF_CALLS and not _is_pure(settings.get("function") if isinstance(settings, dict) else None):
+        if kind in _TF_CALLS and not _is_pure(settings.get("function")):
             raise FileError(
-                f"Layer '{name}' in '{path}' calls tf.{settings.get('function') if settings else '?'}, "
+                f"Layer '{name}' in '{path}' calls tf.{settings.get('function')}, "
                 "which may do more than compute; if you trust the file, load it with safe=False."
             )
-        if kind in _TF_MEMBERS and not str((settings or {}).get("cls_symbol")).endswith("Tensor"):
+        if kind in _TF_MEMBERS and not str(settings.get("cls_symbol")).endswith("Tensor"):
             raise FileError(
                 f"Layer '{name}' in '{path}' calls a member of a TensorFlow class; "
                 "if you trust the file, load it with safe=False."

@@ -25,6 +25,7 @@ from ..errors import FileError
 from ..flavour import Flavour
 from . import masks_group
 from .atomic import h5_file
+from .configs import parsed_dict, version
 from .hdf5_index import Dataset, Group
 from .stored import StoredArray, StoredModel
 
@@ -126,9 +127,13 @@ def read_sparse(file: Group) -> StoredModel:
 
         return StoredModel(
             format="sparse.h5",
-            keras_version=attributes["keras_version"],
-            config=json.loads(attributes["model_config"]),
-            training_config=json.loads(attributes["training_config"]) if "training_config" in attributes else None,
+            keras_version=version(attributes["keras_version"]),
+            config=parsed_dict(attributes["model_config"], "model_config", path),
+            training_config=(
+                parsed_dict(attributes["training_config"], "training_config", path)
+                if "training_config" in attributes
+                else None
+            ),
             layers=[(str(name), stored(group)) for name, group in head["layers"]],
             top_level=stored(head["top_level"]),
             optimizer=stored(head["optimizer"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class StoredArray:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +83,7 @@ class StoredModel:
     def major(self) -> int:
         """Major version of the Keras that wrote the file; 2 if the file does not say, as only old ones do not."""
         head = self.keras_version.split(".")[0]
-        return int(head) if head.isdigit() else 2
+        return int(head) if head else 2
 
     @property
     def size(self) -> int:
