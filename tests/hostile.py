@@ -216,7 +216,7 @@ def _change_member(rng: np.random.Generator, file: h5py.File, name: str, secret:
     shape = () if array is None else array.shape
     del file[name]
     if kind == "soft":
-        others = [one for one in _datasets(file) if one != name] or ["/"]
+        others = [one for one in names_of(file) if one != name] or ["/"]
         file[name] = h5py.SoftLink(f"/{others[int(rng.integers(0, len(others)))]}")
     elif kind == "external":
         file[name] = h5py.ExternalLink(str(secret), str(shape))
@@ -265,7 +265,8 @@ def small(dataset: h5py.Dataset) -> bool:
     return dataset.shape is not None and dataset.nbytes < 1 << 20
 
 
-def _datasets(file: h5py.File) -> list[str]:
+def names_of(file: h5py.File) -> list[str]:
+    """Paths of all arrays."""
     found: list[str] = []
     file.visititems(lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None)
     return found
@@ -275,8 +276,8 @@ def _sign(rng: np.random.Generator, file: h5py.File) -> str:
     """Mostly make the checksums those of the changed content, or take them out, so that what they cover is read."""
     if NAME not in file or rng.random() < 0.1:
         return "old checksums"
-    tidy = [name for name in _datasets(file) if small(file[name])]
-    if rng.random() < 0.6 and len(tidy) == len(_datasets(file)):
+    tidy = [name for name in names_of(file) if small(file[name])]
+    if rng.random() < 0.6 and len(tidy) == len(names_of(file)):
         kept = file[NAME][()]
         del file[NAME]
         try:

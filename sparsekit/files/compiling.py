@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from ..flavour import Flavour, key_of, native
-from .settings import known_object, known_optimizer
+from .settings import known_object, known_optimizer, optimizer_settings
 from .stored import StoredArray, StoredModel
 
 _OLD_SLOTS = ("m", "v", "vhat", "rms", "mg", "momentum", "accumulator", "accum_grad", "accum_var", "linear", "Variable")
@@ -99,7 +99,7 @@ def check_training(stored: StoredModel, flavour: Flavour, custom_objects: dict[s
     """Refuse settings that a Keras would take and then fail on at the first step, before it opens a file by itself.
 
     Raises:
-        ValueError: or whatever else the optimizer's class raises.
+        ValueError: naming the setting. A schedule of the learning rate may raise more.
     """
     training, custom = stored.training_config or {}, custom_objects or {}
     for name in ("loss", "metrics", "weighted_metrics"):
@@ -107,7 +107,7 @@ def check_training(stored: StoredModel, flavour: Flavour, custom_objects: dict[s
     _check_weights(training.get("loss_weights"))
     with flavour.keras.utils.custom_object_scope(custom):
         try:
-            known_optimizer(training.get("optimizer_config"), flavour, custom)
+            optimizer_settings(training.get("optimizer_config"), flavour, custom)
         except LookupError:
             # Keras says what is missing.
             return
@@ -128,9 +128,13 @@ def _no_optimizer(config: Any, error: Exception) -> str:
             f"pass custom_objects={{'{name}': ...}} to keep it."
         )
     return (
-        f"The settings of the optimizer '{name}' in the file make no sense, so that Adam with its defaults takes its "
-        "place; compile the model with the optimizer that it needs."
+        f"The settings of the optimizer '{name}' in the file make no sense ({_first_line(error)}), so that Adam with "
+        "its defaults takes its place; compile the model with the optimizer that it needs."
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:150]
 
 
 def _each(config: Any, resolve: Callable[[Any], Any]) -> Any:

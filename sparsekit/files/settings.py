@@ -12,6 +12,8 @@ from typing import Any
 
 from ..flavour import Flavour
 
+# The one that wraps another; its own settings begin anew.
+_SCALED = "LossScaleOptimizer"
 # Of float32.
 _LARGEST = 3e38
 # Settings of optimizers that are numbers, though their default is None.
@@ -61,14 +63,20 @@ def known_optimizer(config: Any, flavour: Flavour, custom: dict[str, Any]) -> An
         LookupError: if its class is not known.
         ValueError: if a setting makes no sense. The class may raise more.
     """
+    kind, settings = optimizer_settings(config, flavour, custom)
+    optimizer = kind(**settings)
+    scaled = str(config["class_name"]).split(">")[-1] == _SCALED and _SCALED not in custom
+    return flavour.loss_scaled(optimizer) if scaled else optimizer
+
+
+def optimizer_settings(config: Any, flavour: Flavour, custom: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class of an optimizer and the settings for it, in the words of this Keras; raises as above."""
     if not isinstance(config, dict) or not isinstance(config.get("config"), dict):
         raise LookupError("The optimizer has no settings.")
     name, settings = str(config.get("class_name")).split(">")[-1], dict(config["config"])
     optimizers = flavour.keras.optimizers
-    if name == "LossScaleOptimizer" and name not in custom:
-        return flavour.loss_scaled(
-            known_optimizer(settings.get("inner_optimizer") or settings.get("optimizer"), flavour, custom)
-        )
+    if name == _SCALED and name not in custom:
+        return optimizer_settings(settings.get("inner_optimizer") or settings.get("optimizer"), flavour, custom)
     kind = (
         custom.get(name)
         or next((getattr(optimizers, known) for known in dir(optimizers) if known.lower() == name.lower()), None)
@@ -80,7 +88,10 @@ def known_optimizer(config: Any, flavour: Flavour, custom: dict[str, Any]) -> An
         settings["learning_rate"] = settings.pop("lr")
     rate = settings.get("learning_rate")
     if isinstance(rate, dict):
-        rate = known_object(rate, optimizers.schedules, flavour, custom)
+        try:
+            rate = known_object(rate, optimizers.schedules, flavour, custom)
+        except LookupError as error:
+            raise ValueError(f"{name} has a learning rate that is not known") from error
     elif settings.get("decay"):
         # What Keras 2 called decay, as the schedule that does the same: rate / (1 + decay * updates).
         rate = optimizers.schedules.InverseTimeDecay(rate, 1, settings["decay"])
@@ -93,7 +104,7 @@ def known_optimizer(config: Any, flavour: Flavour, custom: dict[str, Any]) -> An
     accepted = inspect.signature(kind.__init__).parameters
     settings = {key: value for key, value in settings.items() if key in accepted and value is not None}
     _check_kinds(name, settings, accepted)
-    return kind(**settings)
+    return kind, settings
 
 
 def _registered(config: dict[str, Any], flavour: Flavour) -> Any:
