@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -92,6 +93,17 @@ class Base:
         config = dict(settings.config) if settings is not None else {}
         parts = [config.get(name) for name in ("loss", "metrics", "weighted_metrics")]
         return not all(_is_keras_own(part) for part in tf.nest.flatten(parts))
+
+    def has_own_layers(self, model: Any) -> bool:
+        """Whether code that is not Keras' own takes part in a model's forward pass or in its penalties."""
+        for layer in self.layers(model):
+            # What tf_keras makes of a regularizer is one partial around another.
+            losses = [] if self.is_keras3 else layer._callable_losses
+            if not all(isinstance(getattr(loss, "args", (None,))[0], functools.partial) for loss in losses):
+                return True
+            if not type(layer).__module__.startswith(NAMES) or type(layer) is self.keras.layers.Lambda:
+                return True
+        return False
 
     def is_compiled(self, model: Any) -> bool:
         return bool(model.compiled if self.is_keras3 else model._is_compiled)

@@ -98,7 +98,13 @@ class Accelerated:
         return tf.function(forward, autograph=False, reduce_retracing=True)
 
     def _choose(self, spec: Any) -> tuple[list[Site], list[SwappedWeight]]:
-        uses, reasons = probe(self._flavour, self._model, self._sites, spec, training=False)
+        try:
+            uses, reasons = probe(self._flavour, self._model, self._sites, spec, training=False)
+        except EngineError as error:
+            if self._engine == "sparse":
+                raise
+            self._problem = str(error)
+            return [], []
         self._reasons |= reasons
         chosen, swapped = [], []
         for site in self._sites:

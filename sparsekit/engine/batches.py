@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,41 +15,50 @@ Spec = Any
 
 # Stands for the length of an axis that a data set does not tell.
 _UNKNOWN = 1024
+# What Keras takes if nobody says so.
+_BATCH = 32
 
 
 def batch_spec(model: Any, arguments: Mapping[str, Any]) -> tuple[Spec, ...] | None:
     """Types of one batch as `(x, y, sample_weight)`, shorter where there is less; None where it cannot be seen.
 
+    A data set is drawn from only where it does not tell its shapes: a batch that is taken may be missing afterwards,
+    and the next shuffle is another one.
+
     Args:
         model: a model.
         arguments: what fit will get.
     """
-    x: Any = arguments.get("x")
-    size = arguments.get("batch_size") or 32
+    x: Any = _numbers(arguments.get("x"))
+    size = arguments.get("batch_size") or _BATCH
     if isinstance(x, tf.data.Dataset):
+        told = _told(x)
+        if told is not None:
+            return told
         found = next(iter(x.take(1)), None)
         return None if found is None else _specs(found)
     if _is_arrays(x):
-        parts = [arguments.get(name) for name in ("x", "y", "sample_weight")]
+        parts = [x, *(_numbers(arguments.get(name)) for name in ("y", "sample_weight"))]
         while parts and parts[-1] is None:
             parts.pop()
-        return tuple(tf.nest.map_structure(lambda a: _spec(np.asarray(a[:size])), part) for part in parts)
-    if hasattr(x, "__getitem__") and hasattr(x, "__len__") and len(x):
-        return _specs(x[0])
+        return tuple(tf.nest.map_structure(lambda a: _spec_of_rows(a, size), part) for part in parts)
+    if hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, (list, tuple, dict)) and len(x):
+        with _unmoved_generators():
+            return _specs(x[0])
     return _from_inputs(model, size)
 
 
 def steps_of(arguments: Mapping[str, Any]) -> int | None:
     """Number of training steps of a run; None if nobody can know before."""
     epochs = int(arguments.get("epochs") or 1) - int(arguments.get("initial_epoch") or 0)
-    x: Any = arguments.get("x")
-    size = arguments.get("batch_size") or 32
+    x: Any = _numbers(arguments.get("x"))
+    size = arguments.get("batch_size") or _BATCH
     steps: Any = arguments.get("steps_per_epoch")
     if steps is None:
         if isinstance(x, tf.data.Dataset):
             steps = int(x.cardinality())
         elif _is_arrays(x):
-            samples = len(tf.nest.flatten(x)[0]) * (1.0 - float(arguments.get("validation_split") or 0.0))
+            samples = int(tf.nest.flatten(x)[0].shape[0]) * (1.0 - float(arguments.get("validation_split") or 0.0))
             steps = math.ceil(samples / size)
         elif hasattr(x, "__len__"):
             steps = len(x)
@@ -61,8 +72,8 @@ def most_elements(model: Any, arguments: Mapping[str, Any]) -> int | None:
         model: a model.
         arguments: what fit will get.
     """
-    x: Any = arguments.get("x")
-    size = arguments.get("batch_size") or 32
+    x: Any = _numbers(arguments.get("x"))
+    size = arguments.get("batch_size") or _BATCH
     shapes: list[Any]
     if _is_arrays(x):
         shapes = [(size, *leaf.shape[1:]) for leaf in tf.nest.flatten(x)]
@@ -76,9 +87,56 @@ def most_elements(model: Any, arguments: Mapping[str, Any]) -> int | None:
     return max(math.prod(int(n or _UNKNOWN) for n in shape) for shape in shapes)
 
 
+def _numbers(x: Any) -> Any:
+    """Lists of plain numbers, which tf_keras takes, as an array."""
+    plain = isinstance(x, list) and all(isinstance(leaf, (bool, int, float, str)) for leaf in tf.nest.flatten(x))
+    return np.asarray(x) if plain else x
+
+
 def _is_arrays(x: Any) -> bool:
     leaves = tf.nest.flatten(x)
-    return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves)
+    return bool(leaves) and all(len(getattr(leaf, "shape", ())) > 0 for leaf in leaves)
+
+
+def _told(dataset: tf.data.Dataset) -> tuple[Spec, ...] | None:
+    """What a data set says of its batches; None if it leaves more open than their number of samples."""
+    specs = dataset.element_spec
+    parts = specs if isinstance(specs, tuple) else (specs,)
+    leaves = tf.nest.flatten(parts)
+    if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank is not None for leaf in leaves):
+        return None
+    if any(None in tuple(leaf.shape)[1:] for leaf in leaves):
+        return None
+    size = _batch_size(dataset)
+
+    def whole(leaf: tf.TensorSpec) -> tf.TensorSpec:
+        dtype = tf.float32 if leaf.dtype == tf.float64 else leaf.dtype
+        return tf.TensorSpec([size if n is None else n for n in tuple(leaf.shape)], dtype)
+
+    return tuple(tf.nest.map_structure(whole, part) for part in parts)
+
+
+def _batch_size(dataset: tf.data.Dataset) -> int:
+    """The number that the last `batch` of a pipeline was called with, as far as that can be followed back."""
+    while True:
+        size = tf.get_static_value(getattr(dataset, "_batch_size", None)) if hasattr(dataset, "_batch_size") else None
+        if size is not None:
+            return int(size)
+        sources = dataset._inputs() if hasattr(dataset, "_inputs") else []
+        if len(sources) != 1:
+            return _BATCH
+        dataset = sources[0]
+
+
+@contextlib.contextmanager
+def _unmoved_generators() -> Iterator[None]:
+    """Have data that augments at random draw in the run what it would have drawn without a look before."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
 
 
 def _specs(batch: Any) -> tuple[Spec, ...]:
@@ -86,6 +144,13 @@ def _specs(batch: Any) -> tuple[Spec, ...]:
     while parts and parts[-1] is None:
         parts.pop()
     return tuple(tf.nest.map_structure(_spec, part) for part in parts)
+
+
+def _spec_of_rows(array: Any, size: int) -> Any:
+    if isinstance(array, tf.SparseTensor) or hasattr(array, "tocoo"):
+        dtype = tf.float32 if array.dtype in (np.float64, tf.float64) else array.dtype
+        return tf.SparseTensorSpec((min(size, int(array.shape[0])), *array.shape[1:]), dtype)
+    return _spec(array[:size])
 
 
 def _spec(value: Any) -> Any:

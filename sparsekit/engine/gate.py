@@ -195,11 +195,13 @@ class EnginePlan:
         swap = None
         try:
             swap = Swap(flavour, model, self._frozen, self._sites, hold, changing)
-            if flavour.has_own_code(model):
+            whole = flavour.has_own_code(model)
+            if whole or flavour.has_own_layers(model):
                 batch = batch_spec(model, arguments)
-                if batch is None:
+                if batch is not None:
+                    swap.verify(batch, whole)
+                elif whole:
                     raise EngineError("the model has code of its own, which cannot be tried out on a batch beforehand")
-                swap.verify(batch)
         except EngineError as error:
             if swap is not None:
                 swap.close()
@@ -288,7 +290,10 @@ def _forced(
     build.library()
     batch = batch_spec(model, arguments)
     if batch is not None:
-        uses, found = probe(flavour, model, sites, batch[0])
+        try:
+            uses, found = probe(flavour, model, sites, batch[0])
+        except EngineError as error:
+            raise EngineError(f"engine='sparse' is not possible: {error}; use engine='auto'.") from error
         reasons |= found
         sites = _probed(sites, uses)
     if not sites:
@@ -356,7 +361,10 @@ def _measured(
     if not built and (problem := build.reason()) is not None:
         return [], _dense(problem)
 
-    uses, found = probe(flavour, model, sites, batch[0])
+    try:
+        uses, found = probe(flavour, model, sites, batch[0])
+    except EngineError as error:
+        return [], _dense(str(error))
     reasons |= found
     sites = _probed(sites, uses)
     if not sites:
@@ -413,6 +421,9 @@ def probe(
 
     Returns:
         `(path -> uses in a step, path -> why a kernel cannot be stood in for)`.
+
+    Raises:
+        EngineError: if the model cannot be traced for such inputs.
     """
     uses: dict[str, list[Use]] = {}
     reasons: dict[str, str] = {}
@@ -425,6 +436,11 @@ def probe(
         operation = site.operation
 
         def product(x: Any, bias: Any = None, activation: str | None = None) -> Any:
+            if isinstance(x, tf.SparseTensor):
+                reasons[site.path] = "its input is no plain tensor"
+                return dense_product(operation, tf.zeros(operation.shape))(tf.sparse.to_dense(x), bias, activation)
+            if not isinstance(x, tf.RaggedTensor):
+                x = tf.convert_to_tensor(x)
             if not isinstance(x, tf.Tensor) or x.shape.rank is None:
                 reasons[site.path] = "its input is no plain tensor"
             else:
@@ -457,7 +473,11 @@ def probe(
             return model(x, training=training)
 
     with swapped_calls(flavour, model, calls), flavour.unmoved_randomness():
-        captured = tf.function(forward, autograph=False).get_concrete_function(x).captured_inputs
+        try:
+            captured = tf.function(forward, autograph=False).get_concrete_function(x).captured_inputs
+        except Exception as error:
+            line = str(error).strip().partition("\n")[0][:200]
+            raise EngineError(f"the model cannot be tried out beforehand ({type(error).__name__}: {line})") from error
     handles = {id(tensor) for tensor in captured}
     for site in sites:
         if id(native(site.kernel).handle) in handles:
@@ -467,8 +487,10 @@ def probe(
     return {path: found for path, found in uses.items() if path not in reasons}, reasons
 
 
-def whole_gain(flavour: Flavour, model: Any, sites: list[Site], x: Any) -> float:
+def whole_gain(flavour: Flavour, model: Any, sites: list[Site], x: Any) -> float | None:
     """How much faster the whole model's forward and backward pass is with these kernels swapped.
+
+    None where there are inputs that no array of ones can stand for.
 
     Args:
         flavour: the model's Keras.
@@ -476,6 +498,9 @@ def whole_gain(flavour: Flavour, model: Any, sites: list[Site], x: Any) -> float
         sites: kernels to swap.
         x: spec of its inputs.
     """
+    leaves = tf.nest.flatten(x)
+    if not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves):
+        return None
     inputs = tf.nest.map_structure(lambda spec: tf.ones(spec.shape, spec.dtype), x)
     parts = []
     for site in sites:

@@ -339,7 +339,7 @@ def dense_product(operation: Operation, kernel: Any) -> Product:
     """A product with a full kernel."""
 
     def product(x: Any, bias: Any = None, activation: str | None = None) -> Any:
-        y = operation.dense(x, kernel)
+        y = operation.dense(_floating(x), kernel)
         if bias is not None:
             y = y + tf.reshape(tf.convert_to_tensor(bias), operation.bias_shape)
         return tf.nn.relu(y) if activation == "relu" else y
@@ -351,6 +351,12 @@ def sparse_product(operation: Operation, values: Any, structure: Any, input_grad
     """A product with the kept values of a kernel; the first layer of a model needs no gradient of its input."""
 
     def product(x: Any, bias: Any = None, activation: str | None = None) -> Any:
-        return operation.sparse(x, values, structure, bias, activation, input_gradient)
+        return operation.sparse(_floating(x), values, structure, bias, activation, input_gradient)
 
     return product
+
+
+def _floating(x: Any) -> Any:
+    """Whole numbers and bools as float32, which is what a product of Keras with them and a kernel gives."""
+    x = tf.convert_to_tensor(x)
+    return x if x.dtype.is_floating else tf.cast(x, tf.float32)

@@ -192,11 +192,12 @@ class Swap:
             self._hold()
             self._exchange_functions("in", "out")
 
-    def verify(self, batch: tuple[Any, ...]) -> None:
+    def verify(self, batch: tuple[Any, ...], whole: bool = True) -> None:
         """Trace a training step to see that it works and takes the kernels through their layers only.
 
         Args:
             batch: specs of `(x, y, sample_weight)`.
+            whole: whether to trace the model's `train_step`, or the forward and backward pass alone.
 
         Raises:
             EngineError: if it does not; the model is as before.
@@ -204,8 +205,10 @@ class Swap:
         model = self.model
         self.enter()
         try:
-            step = tf.function(lambda *data: model.train_step(data), autograph=not self.flavour.is_keras3)
-            traced = step.get_concrete_function(*batch)
+            run = (lambda *data: model.train_step(data)) if whole else self._both_ways
+            step = tf.function(run, autograph=whole and not self.flavour.is_keras3)
+            with self.flavour.unmoved_randomness():
+                traced = step.get_concrete_function(*(batch if whole else batch[:1]))
         except Exception as error:
             line = str(error).strip().partition("\n")[0][:200]
             raise EngineError(f"its training step cannot be traced ({type(error).__name__}: {line})") from error
@@ -220,6 +223,14 @@ class Swap:
             raise EngineError(
                 "a part of its training step is compiled with XLA, which has no kernel for the engine's ops"
             )
+
+    def _both_ways(self, x: Any) -> list[Any]:
+        targets = [native(variable) for variable in self.model.trainable_variables]
+        with tf.GradientTape() as tape:
+            y = tf.nest.flatten(self.model(x, training=True))
+            # Of parts only that the gradient can come through.
+            loss = tf.add_n([tf.reduce_sum(part) for part in [*y, *self.model.losses] if part.dtype.is_floating])
+        return [gradient for gradient in tape.gradient(loss, targets) if gradient is not None]
 
     def close(self) -> None:
         """Leave for good."""
