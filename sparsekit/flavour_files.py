@@ -135,6 +135,8 @@ class Files(Base):
         """Keras builds any object that a config names."""
         if not isinstance(built, self.keras.Model):
             raise TypeError(f"The config is of a {type(built).__name__}, which is no model")
+        if not isinstance(built.name, str):
+            raise TypeError(f"The name of the model is {built.name!r:.100}")
         return built
 
     def saved_weights(self, layer: Any) -> list[Any]:

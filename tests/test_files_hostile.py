@@ -234,6 +234,21 @@ def test_a_regularizer_that_is_none_is_refused(name, tmp_path):
         sparsekit.load(path, flavour="tf_keras")
 
 
+@both
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps_per_execution": "x"},
+        {"optimizer": {"a": {}}},
+        {"optimizer": {"class_name": "Adam", "config": {"beta_2": None}}},
+    ],
+)
+def test_a_keras_file_that_cannot_train_is_refused(flavour, change, tmp_path):
+    path = written(flavour, "model.keras", tmp_path)
+    changed_json(path, "training_config", lambda c: c.update(change))
+    refused(path, "cannot build the model in .* (has|is) ")
+
+
 def test_a_keras_file_of_no_model_is_refused(tmp_path):
     path = written("tf_keras", "model.keras", tmp_path)
     changed_json(path, "model_config", lambda c: c.update(config_=c.pop("config")))

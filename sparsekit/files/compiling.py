@@ -105,6 +105,17 @@ def check_training(stored: StoredModel, flavour: Flavour, custom_objects: dict[s
     for name in ("loss", "metrics", "weighted_metrics"):
         _each(training.get(name), lambda one: one)
     _check_weights(training.get("loss_weights"))
+    steps, optimizer = training.get("steps_per_execution"), training.get("optimizer_config")
+    if not isinstance(steps, (int, type(None))) and steps != "auto":
+        raise ValueError(f"The number of steps of one execution is {steps!r:.100}")
+    if isinstance(optimizer, dict):
+        # An object without a class stays a dictionary, and a number that is null is no default.
+        inside = optimizer.get("config")
+        for name in ("learning_rate", "beta_1", "beta_2", "epsilon", "momentum", "rho"):
+            if isinstance(inside, dict) and inside.get(name, 0) is None:
+                raise ValueError(f"The optimizer has {name}=None")
+        if not isinstance(inside, dict) or not isinstance(optimizer.get("class_name"), str):
+            raise ValueError("The optimizer has no settings")
     with flavour.keras.utils.custom_object_scope(custom):
         try:
             optimizer_settings(training.get("optimizer_config"), flavour, custom)
