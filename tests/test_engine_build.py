@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -152,6 +153,20 @@ def test_a_damaged_library_is_one_line_and_clean_repairs(sources, counted):
     assert build.clean() == 1
     assert not build.cached()
     assert build.available() == has_compiler()
+
+
+@pytest.mark.parametrize("size", [40, 64, 2000])
+def test_a_library_without_its_end_is_built_anew(sources, counted, size):
+    path = build.info().path
+    path.parent.mkdir(parents=True)
+    # The header of a library of 4096 bytes, whose table of 10 sections ends it.
+    header = struct.pack("<5sB34xQ10x2H2x", b"\x7fELF\x02", 1, 4096 - 640, 64, 10)
+    path.write_bytes(header.ljust(4096, b"\0"))
+    assert build.cached()
+    path.write_bytes(path.read_bytes()[:size])
+    assert not build.cached()
+    assert build.available() == has_compiler()
+    assert build.cached() == has_compiler()
 
 
 def test_info_and_clean(sources, counted):

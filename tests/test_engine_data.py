@@ -10,11 +10,14 @@ import pytest
 import tensorflow as tf
 from models import KERAS, both, values
 from test_engine_gate import long_runs as long_runs
-from test_engine_swap import FIT, X, Y, mlp
+from test_engine_swap import FIT, X, Y, mlp, own_step
 
 import sparsekit
+from sparsekit.engine import gate
 from sparsekit.engine.batches import batch_spec, steps_of
+from sparsekit.engine.swap import Swap
 from sparsekit.errors import EngineError
+from sparsekit.flavour import flavour_of
 
 
 def agree(make: Any, data: Any, *, sparse: str = "sparse", **arguments: Any) -> Any:
@@ -207,3 +210,20 @@ def test_scipy_matrices_are_told_apart_from_arrays() -> None:
     arguments = {"x": Matrix(), "batch_size": 16}
     assert steps_of(arguments) == 3
     assert batch_spec(keras.Sequential(), arguments) == (tf.SparseTensorSpec((16, 6), tf.float32),)
+
+
+@both
+@pytest.mark.parametrize("where", ["verify", "say"])
+def test_an_interrupt_before_the_first_step_leaves_the_optimizer_alone(
+    flavour: str, where: str, monkeypatch: Any
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*{"verify": (Swap, "verify"), "say": (gate, "say")}[where], interrupted)
+    model = sparsekit.prune(own_step(KERAS[flavour], False), 0.5)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sparsekit.retrain(model, (X, Y), engine="sparse", **FIT)
+    # The traceback is alive, as in a notebook, and with it what the run had made.
+    assert caught.tb is not None
+    assert flavour_of(model).update_method() not in vars(model.optimizer)

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -224,7 +225,25 @@ def clean() -> int:
 
 def _exists(path: Path | None) -> bool:
     # Unlike Path.is_file, this is False in a folder that may not be entered.
-    return path is not None and os.path.isfile(path)
+    return path is not None and os.path.isfile(path) and not _is_cut_off(path)
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether a library lacks its end, as on a full disk: to load it would end the process, not raise an error."""
+    try:
+        with open(path, "rb") as file:
+            head, size = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if head[:5] != b"\x7fELF\x02":
+        return False
+    if len(head) < 64:
+        return True
+    # The table of sections comes last.
+    order = "<" if head[5] == 1 else ">"
+    (table,) = struct.unpack_from(order + "Q", head, 40)
+    entry, entries = struct.unpack_from(order + "HH", head, 58)
+    return table + entry * entries > size
 
 
 def _obstacle() -> str | None:

@@ -137,8 +137,8 @@ class EnginePlan:
             changing: whether the masks change during the run.
         """
         self._hold, self._arguments, self._changing = hold, arguments, changing
-        self._start()
         try:
+            self._start()
             yield
         finally:
             self._stop()
@@ -202,9 +202,11 @@ class EnginePlan:
                     swap.verify(batch, whole)
                 elif whole:
                     raise EngineError("the model has code of its own, which cannot be tried out on a batch beforehand")
-        except EngineError as error:
+        except BaseException as error:
             if swap is not None:
                 swap.close()
+            if not isinstance(error, EngineError):
+                raise
             if self._forced:
                 raise EngineError(f"engine='sparse' is not possible: {error}; use engine='auto'.") from error
             self.report = _dense(str(error))
