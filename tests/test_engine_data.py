@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import keras
@@ -227,3 +229,20 @@ def test_an_interrupt_before_the_first_step_leaves_the_optimizer_alone(
     # The traceback is alive, as in a notebook, and with it what the run had made.
     assert caught.tb is not None
     assert flavour_of(model).update_method() not in vars(model.optimizer)
+
+
+@both
+def test_nothing_of_a_run_stays_in_memory(flavour: str, monkeypatch: Any) -> None:
+    made: list[Any] = []
+    original = Swap.__post_init__
+
+    def counted(self: Any) -> None:
+        made.append(weakref.ref(self))
+        original(self)
+
+    monkeypatch.setattr(Swap, "__post_init__", counted)
+    model = sparsekit.prune(adam(flavour), 0.5)
+    for _ in range(2):
+        sparsekit.retrain(model, (X, Y), engine="sparse", **FIT)
+    gc.collect()
+    assert [reference() for reference in made] == [None, None]

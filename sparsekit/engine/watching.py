@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,17 @@ def surrounded(
 
 
 def _callback(base: type, hooks: dict[str, Callable[..., None]]) -> Any:
-    methods = {name: staticmethod(hook) for name, hook in hooks.items()}
-    made = type("EngineCallback", (base,), {**methods, "async_safe": False})()
+    made = _callback_class(base, tuple(hooks))()
+    made.hooks = hooks
     made._supports_tf_logs = True
     return made
+
+
+@functools.cache
+def _callback_class(base: type, names: tuple[str, ...]) -> type:
+    """Once for all runs: a class of a run's own would live on, and with it all that its hooks hold."""
+
+    def method(name: str) -> Callable[..., None]:
+        return lambda self, *args, **kwargs: self.hooks[name](*args, **kwargs)
+
+    return type("EngineCallback", (base,), {**{name: method(name) for name in names}, "async_safe": False})
