@@ -9,21 +9,10 @@
 
 #include "bits.h"
 #include "parallel.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow.h"
 
 namespace sparsekit {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
 
 constexpr int kLowBits = 16;
 constexpr int64_t kBins = int64_t{1} << (31 - kLowBits);
@@ -166,30 +155,21 @@ class ShrinkOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* context) override {
-    std::vector<tensorflow::core::RefCountPtr<tensorflow::Var>> variables(context->num_inputs());
-    for (size_t i = 0; i < variables.size(); ++i) {
-      OP_REQUIRES_OK(context,
-                     tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, i), &variables[i]));
-    }
-    // Always in the order of addresses, as whoever locks several of them has to.
-    std::vector<tensorflow::mutex*> mutexes;
-    for (const auto& variable : variables) mutexes.push_back(variable->mu());
-    std::sort(mutexes.begin(), mutexes.end());
-    std::vector<std::unique_ptr<tensorflow::mutex_lock>> locks;
-    for (tensorflow::mutex* mutex : mutexes) locks.push_back(std::make_unique<tensorflow::mutex_lock>(*mutex));
-
+    const int count = context->num_inputs();
+    Locked variables;
+    OP_REQUIRES_OK(context, variables.Lock(context, count));
     Tensor* changed = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &changed));
     changed->scalar<bool>()() = false;
-    Tensor* mask = variables[0]->tensor();
-    Tensor* alive = variables[1]->tensor();
+    Tensor* mask = variables[0];
+    Tensor* alive = variables[1];
     const int64_t kept = alive->NumElements();
-    OP_REQUIRES(context, mask->dtype() == tensorflow::DT_BOOL && alive->dtype() == tensorflow::DT_BOOL,
+    OP_REQUIRES(context, mask->dtype() == DT_BOOL && alive->dtype() == DT_BOOL,
                 InvalidArgument("shrink needs two masks"));
     std::vector<Tensor*> arrays;
     for (int i = 0; i < count_; ++i) {
-      arrays.push_back(variables[2 + i]->tensor());
-      OP_REQUIRES(context, arrays[i]->dtype() == tensorflow::DT_FLOAT && arrays[i]->NumElements() == kept,
+      arrays.push_back(variables[2 + i]);
+      OP_REQUIRES(context, arrays[i]->dtype() == DT_FLOAT && arrays[i]->NumElements() == kept,
                   InvalidArgument("shrink needs float32 vectors of ", kept, " values, got shape ",
                                   arrays[i]->shape().DebugString()));
     }
@@ -201,34 +181,34 @@ class ShrinkOp : public OpKernel {
 
     std::vector<int64_t> positions;
     const absl::Status found = indices_ == 0 ? Look(*mask, kept, dead, &positions)
-                                             : Find(*mask, *variables[2 + count_]->tensor(),
-                                                    *variables[3 + count_]->tensor(), kept, dead, &positions);
+                                             : Find(*mask, *variables[2 + count_],
+                                                    *variables[3 + count_], kept, dead, &positions);
     OP_REQUIRES_OK(context, found);
 
-    std::vector<Tensor> shorter(variables.size());
-    for (size_t i = 1; i < shorter.size(); ++i) {
-      const Tensor* array = variables[i]->tensor();
-      const bool pointers = i == 2u + count_ || i == 4u + count_;
+    std::vector<Tensor> shorter(count);
+    for (int i = 1; i < count; ++i) {
+      const Tensor* array = variables[i];
+      const bool pointers = i == 2 + count_ || i == 4 + count_;
       const TensorShape shape = pointers ? array->shape() : TensorShape({left});
       OP_REQUIRES_OK(context, context->allocate_temp(array->dtype(), shape, &shorter[i]));
     }
     std::memset(Bytes(&shorter[1]), 1, left);
-    for (int i = 2; i < 2 + count_; ++i) Without(*variables[i]->tensor(), dead, &shorter[i]);
+    for (int i = 2; i < 2 + count_; ++i) Without(*variables[i], dead, &shorter[i]);
     if (indices_ != 0) {
       const Tensor* from[5];
-      for (int i = 0; i < 5; ++i) from[i] = variables[2 + count_ + i]->tensor();
+      for (int i = 0; i < 5; ++i) from[i] = variables[2 + count_ + i];
       OP_REQUIRES_OK(context, Narrow(context, from, dead, &shorter[2 + count_]));
     }
 
     // In its own memory, unless somebody still holds a value that was read from it.
     if (!mask->RefCountIsOne()) {
-      OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_BOOL, mask->shape(), &shorter[0]));
+      OP_REQUIRES_OK(context, context->allocate_temp(DT_BOOL, mask->shape(), &shorter[0]));
       std::memcpy(Bytes(&shorter[0]), Bytes(*mask), mask->NumElements());
       *mask = shorter[0];
     }
     uint8_t* bytes = Bytes(mask);
     for (int64_t position : positions) bytes[position] = 0;
-    for (size_t i = 1; i < shorter.size(); ++i) *variables[i]->tensor() = shorter[i];
+    for (int i = 1; i < count; ++i) *variables[i] = shorter[i];
     changed->scalar<bool>()() = true;
   }
 
@@ -342,11 +322,11 @@ REGISTER_OP("SparsekitDropSmallest")
     .Input("keep: bool")
     .Input("zeros: int64")
     .Output("left: bool")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+    .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->input(1));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitDropSmallest").Device(tensorflow::DEVICE_CPU), DropSmallestOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitDropSmallest").Device(DEVICE_CPU), DropSmallestOp);
 
 REGISTER_OP("SparsekitShrink")
     .Input("keep: resource")
@@ -358,11 +338,11 @@ REGISTER_OP("SparsekitShrink")
     .Attr("indices: int >= 0")
     .Attr("share: float")
     .SetIsStateful()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+    .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Scalar());
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitShrink").Device(tensorflow::DEVICE_CPU), ShrinkOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitShrink").Device(DEVICE_CPU), ShrinkOp);
 
 }  // namespace
 }  // namespace sparsekit

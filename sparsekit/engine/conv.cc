@@ -12,23 +12,14 @@
 
 #include "conv_kernels.h"
 #include "conv_plan.h"
+#include "tensorflow.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/util/work_sharder.h"
 
 namespace sparsekit {
 namespace {
 
-using tensorflow::DT_FLOAT;
 using tensorflow::DT_INT8;
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
 
 constexpr int64_t kMaxChunks = 32;              // independent partial sums of a gradient
 constexpr int64_t kMaxPartialFloats = 1 << 22;  // and what they may take together
@@ -508,10 +499,9 @@ class ConvGradOp : public OpKernel {
   bool relu_, input_gradient_, bias_gradient_;
 };
 
-absl::Status ConvShape(tensorflow::shape_inference::InferenceContext* c) {
+absl::Status ConvShape(InferenceContext* c) {
   using tensorflow::shape_inference::DimensionHandle;
-  using tensorflow::shape_inference::ShapeHandle;
-  ShapeHandle x;
+    ShapeHandle x;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 4, &x));
   Attributes attributes;
   TF_RETURN_IF_ERROR(c->GetAttr("kernel", &attributes.kernel));
@@ -571,7 +561,7 @@ REGISTER_OP("SparsekitConvGrad")
     .Attr("relu: bool = false")
     .Attr("input_gradient: bool = true")
     .Attr("bias_gradient: bool = false")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+    .SetShapeFn([](InferenceContext* c) {
       bool input_gradient, bias_gradient;
       TF_RETURN_IF_ERROR(c->GetAttr("input_gradient", &input_gradient));
       TF_RETURN_IF_ERROR(c->GetAttr("bias_gradient", &bias_gradient));
@@ -581,8 +571,8 @@ REGISTER_OP("SparsekitConvGrad")
       return absl::OkStatus();
     });
 
-REGISTER_KERNEL_BUILDER(Name("SparsekitConv").Device(tensorflow::DEVICE_CPU), ConvOp);
-REGISTER_KERNEL_BUILDER(Name("SparsekitConvGrad").Device(tensorflow::DEVICE_CPU), ConvGradOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitConv").Device(DEVICE_CPU), ConvOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitConvGrad").Device(DEVICE_CPU), ConvGradOp);
 
 }  // namespace
 }  // namespace sparsekit

@@ -8,19 +8,10 @@
 
 #include "bits.h"
 #include "parallel.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow.h"
 
 namespace sparsekit {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
 
 // A block of operand channels should fit into the first-level cache, but its lists need enough entries on average to pay
 // for reading and writing their sums once more.
@@ -157,13 +148,13 @@ REGISTER_OP("SparsekitConvStructure")
     .Output("backward_starts: int32")
     .Output("backward_taps: int32")
     .Output("backward_places: int32")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
-      tensorflow::shape_inference::ShapeHandle keep;
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle keep;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 4, &keep));
       for (int output = 0; output < 6; ++output) c->set_output(output, c->Vector(c->UnknownDim()));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitConvStructure").Device(tensorflow::DEVICE_CPU), ConvStructureOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitConvStructure").Device(DEVICE_CPU), ConvStructureOp);
 
 }  // namespace
 }  // namespace sparsekit

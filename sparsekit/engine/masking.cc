@@ -3,20 +3,10 @@
 #include <cstring>
 
 #include "parallel.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow.h"
 
 namespace sparsekit {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::errors::InvalidArgument;
 
 constexpr int64_t kBlock = 16384;  // elements of one piece of work
 constexpr int64_t kLook = 1024;    // elements that are looked at before they are written
@@ -75,7 +65,7 @@ class KeepOnlyOp : public OpKernel {
 
   void Compute(OpKernelContext* context) override {
     // No copy of the input is held here: it would count as a reader.
-    const tensorflow::TensorShape shape = context->input(0).shape();
+    const TensorShape shape = context->input(0).shape();
     const float* from = Floats(context->input(0));
     const Tensor& keep = context->input(1);
     OP_REQUIRES(context, keep.shape() == shape,
@@ -93,15 +83,10 @@ class Masked {
  public:
   // `writes_mask`: the mask will be written to as well.
   absl::Status Lock(OpKernelContext* context, bool writes_mask) {
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 0), &variable_));
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 1), &mask_));
-    variable_->mu()->lock();
-    mask_->mu()->lock();
-    locked_ = true;
-    const Tensor* weight = weight_ = variable_->tensor();
-    const Tensor* keep = keep_ = mask_->tensor();
-    if (!variable_->is_initialized || !mask_->is_initialized || weight->dtype() != tensorflow::DT_FLOAT ||
-        keep->dtype() != tensorflow::DT_BOOL || keep->shape() != weight->shape()) {
+    TF_RETURN_IF_ERROR(variables_.Lock(context, 2));
+    const Tensor* weight = weight_ = variables_[0];
+    const Tensor* keep = keep_ = variables_[1];
+    if (weight->dtype() != DT_FLOAT || keep->dtype() != DT_BOOL || keep->shape() != weight->shape()) {
       return InvalidArgument("a float32 variable and a bool variable of its shape are needed");
     }
     if (!weight->RefCountIsOne()) {
@@ -116,31 +101,23 @@ class Masked {
     return absl::OkStatus();
   }
 
-  ~Masked() {
-    if (!locked_) return;
-    mask_->mu()->unlock();
-    variable_->mu()->unlock();
-  }
-
-  const tensorflow::TensorShape& shape() { return variable_->tensor()->shape(); }
-  const float* from() { return Floats(*variable_->tensor()); }
+  const TensorShape& shape() { return variables_[0]->shape(); }
+  const float* from() { return Floats(*variables_[0]); }
   float* to() { return Floats(weight_); }
   uint8_t* keep() { return static_cast<uint8_t*>(keep_->data()); }
 
   // Call when everything is written.
   void Commit() {
-    if (weight_ != variable_->tensor()) *variable_->tensor() = fresh_weight_;
-    if (keep_ != mask_->tensor()) *mask_->tensor() = fresh_keep_;
+    if (weight_ != variables_[0]) *variables_[0] = fresh_weight_;
+    if (keep_ != variables_[1]) *variables_[1] = fresh_keep_;
   }
 
  private:
-  tensorflow::core::RefCountPtr<tensorflow::Var> variable_;
-  tensorflow::core::RefCountPtr<tensorflow::Var> mask_;
+  Locked variables_;
   Tensor fresh_weight_;
   Tensor fresh_keep_;
   Tensor* weight_ = nullptr;  // what to write to
   Tensor* keep_ = nullptr;
-  bool locked_ = false;
 };
 
 class HoldOp : public OpKernel {
@@ -221,19 +198,19 @@ REGISTER_OP("SparsekitKeepOnly")
     .Input("value: float")
     .Input("keep: bool")
     .Output("kept: float")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+    .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->input(0));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitKeepOnly").Device(tensorflow::DEVICE_CPU), KeepOnlyOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitKeepOnly").Device(DEVICE_CPU), KeepOnlyOp);
 
 REGISTER_OP("SparsekitHold")
     .Input("weight: resource")
     .Input("keep: resource")
     .Attr("drop: bool")
     .SetIsStateful()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext*) { return absl::OkStatus(); });
-REGISTER_KERNEL_BUILDER(Name("SparsekitHold").Device(tensorflow::DEVICE_CPU), HoldOp);
+    .SetShapeFn([](InferenceContext*) { return absl::OkStatus(); });
+REGISTER_KERNEL_BUILDER(Name("SparsekitHold").Device(DEVICE_CPU), HoldOp);
 
 REGISTER_OP("SparsekitAssignKept")
     .Input("weight: resource")
@@ -242,8 +219,8 @@ REGISTER_OP("SparsekitAssignKept")
     .Attr("subtract: bool")
     .Attr("drop: bool")
     .SetIsStateful()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext*) { return absl::OkStatus(); });
-REGISTER_KERNEL_BUILDER(Name("SparsekitAssignKept").Device(tensorflow::DEVICE_CPU), AssignKeptOp);
+    .SetShapeFn([](InferenceContext*) { return absl::OkStatus(); });
+REGISTER_KERNEL_BUILDER(Name("SparsekitAssignKept").Device(DEVICE_CPU), AssignKeptOp);
 
 }  // namespace
 }  // namespace sparsekit

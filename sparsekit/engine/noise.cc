@@ -10,11 +10,7 @@
 
 #include "parallel.h"
 #include "simd.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -31,12 +27,6 @@ using simd::kBytes;
 using simd::kWidth;
 using simd::Vector;
 using simd::WordVector;
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
 
 typedef uint64_t LongVector __attribute__((vector_size(kBytes)));
 constexpr int kGroups = kWidth / 2;       // Philox groups in one register
@@ -368,20 +358,17 @@ class NoiseUpdateOp : public NoiseOp {
   using NoiseOp::NoiseOp;
 
   void Compute(OpKernelContext* context) override {
-    tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-    OP_REQUIRES_OK(context,
-                   tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 0), &variable));
-    tensorflow::mutex_lock lock(*variable->mu());
-    Tensor* weight = variable->tensor();
-    OP_REQUIRES(context, variable->is_initialized && weight->dtype() == tensorflow::DT_FLOAT,
-                InvalidArgument("the variable must be initialized and of dtype float32"));
+    Locked variable;
+    OP_REQUIRES_OK(context, variable.Lock(context, 1));
+    Tensor* weight = variable[0];
+    OP_REQUIRES(context, weight->dtype() == DT_FLOAT, InvalidArgument("the variable must be of dtype float32"));
     OP_REQUIRES_OK(context, Check(context, weight->shape()));
     if (weight->RefCountIsOne()) {
       Run(context, Floats(*weight), Floats(weight), weight->NumElements());
       return;
     }
     Tensor moved;
-    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT, weight->shape(), &moved));
+    OP_REQUIRES_OK(context, context->allocate_temp(DT_FLOAT, weight->shape(), &moved));
     Run(context, Floats(*weight), Floats(&moved), weight->NumElements());
     *weight = moved;
   }
@@ -397,11 +384,11 @@ REGISTER_OP("SparsekitNoised")
     .Attr("index: int")
     .Attr("normal: bool")
     .Output("moved: float")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+    .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->input(0));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitNoised").Device(tensorflow::DEVICE_CPU), NoisedOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitNoised").Device(DEVICE_CPU), NoisedOp);
 
 REGISTER_OP("SparsekitNoiseUpdate")
     .Input("weight: resource")
@@ -413,8 +400,8 @@ REGISTER_OP("SparsekitNoiseUpdate")
     .Attr("index: int")
     .Attr("normal: bool")
     .SetIsStateful()
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext*) { return absl::OkStatus(); });
-REGISTER_KERNEL_BUILDER(Name("SparsekitNoiseUpdate").Device(tensorflow::DEVICE_CPU), NoiseUpdateOp);
+    .SetShapeFn([](InferenceContext*) { return absl::OkStatus(); });
+REGISTER_KERNEL_BUILDER(Name("SparsekitNoiseUpdate").Device(DEVICE_CPU), NoiseUpdateOp);
 
 }  // namespace
 }  // namespace sparsekit

@@ -12,9 +12,7 @@
 
 #include "parallel.h"
 #include "simd.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow.h"
 
 namespace sparsekit {
 namespace {
@@ -26,12 +24,6 @@ using simd::LoadAligned;
 using simd::Store;
 using simd::StoreAligned;
 using simd::Vector;
-using tensorflow::errors::InvalidArgument;
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
 
 // How many kept weights a row or a column costs by itself (its transposes, loads and stores).
 constexpr int64_t kSegmentOverhead = 4;
@@ -166,7 +158,7 @@ class DenseOp : public OpKernel {
     const int64_t used = std::min(workers, tasks);
     const int64_t lines_size = RoundUp(inputs) * std::min<int64_t>(tiles.vectors, kMaxVectors) * kWidth;
     Tensor scratch;
-    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT, TensorShape({shared ? 1 : used, lines_size}),
+    OP_REQUIRES_OK(context, context->allocate_temp(DT_FLOAT, TensorShape({shared ? 1 : used, lines_size}),
                                                    &scratch));
     const ForwardTask task{Floats(values),     has_bias ? Floats(context->input(7)) : nullptr,
                            Ints(pointers),     Ints(rows),
@@ -352,7 +344,7 @@ class DenseGradOp : public OpKernel {
     const bool shared = workers >= kShareFrom;
     const int64_t lines_size = RoundUp(outputs) * std::min<int64_t>(tiles.vectors, kMaxVectors) * kWidth;
     Tensor scratch;
-    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_FLOAT,
+    OP_REQUIRES_OK(context, context->allocate_temp(DT_FLOAT,
                                                    TensorShape({shared ? 1 : workers, lines_size}), &scratch));
     std::atomic<bool> bad{false};
     const auto transpose = [&](int64_t tile, int64_t part, int64_t of, float* lines) {
@@ -431,9 +423,9 @@ REGISTER_OP("SparsekitDense")
     .Attr("biases: int >= 0")
     .Attr("relu: bool = false")
     .Output("y: float")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
-      tensorflow::shape_inference::ShapeHandle x;
-      tensorflow::shape_inference::ShapeHandle pointers;
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle x;
+      ShapeHandle pointers;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &x));
       TF_RETURN_IF_ERROR(c->WithRank(c->input(4), 1, &pointers));
       tensorflow::shape_inference::DimensionHandle outputs;
@@ -441,7 +433,7 @@ REGISTER_OP("SparsekitDense")
       c->set_output(0, c->Matrix(c->Dim(x, 0), outputs));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitDense").Device(tensorflow::DEVICE_CPU), DenseOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitDense").Device(DEVICE_CPU), DenseOp);
 
 REGISTER_OP("SparsekitDenseGrad")
     .Input("dy: float")
@@ -456,8 +448,8 @@ REGISTER_OP("SparsekitDenseGrad")
     .Output("dx: float")
     .Output("dvalues: float")
     .Output("dbias: float")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
-      tensorflow::shape_inference::ShapeHandle dy;
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle dy;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &dy));
       bool input_gradient = true;
       bool bias_gradient = false;
@@ -468,7 +460,7 @@ REGISTER_OP("SparsekitDenseGrad")
       c->set_output(2, c->Vector(bias_gradient ? c->Dim(dy, 1) : c->MakeDim(0)));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitDenseGrad").Device(tensorflow::DEVICE_CPU), DenseGradOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitDenseGrad").Device(DEVICE_CPU), DenseGradOp);
 
 }  // namespace
 }  // namespace sparsekit

@@ -7,25 +7,25 @@
 #include <cstdint>
 #include <functional>
 
-#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow.h"
 #include "tensorflow/core/platform/threadpool.h"
 
 namespace sparsekit {
 
-inline const float* Floats(const tensorflow::Tensor& tensor) { return static_cast<const float*>(tensor.data()); }
-inline float* Floats(tensorflow::Tensor* tensor) { return static_cast<float*>(tensor->data()); }
-inline const int32_t* Ints(const tensorflow::Tensor& tensor) { return static_cast<const int32_t*>(tensor.data()); }
-inline int32_t* Ints(tensorflow::Tensor* tensor) { return static_cast<int32_t*>(tensor->data()); }
+inline const float* Floats(const Tensor& tensor) { return static_cast<const float*>(tensor.data()); }
+inline float* Floats(Tensor* tensor) { return static_cast<float*>(tensor->data()); }
+inline const int32_t* Ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.data()); }
+inline int32_t* Ints(Tensor* tensor) { return static_cast<int32_t*>(tensor->data()); }
 
 // Threads worth waking for that many cycles of work; waking one costs some thousand.
-inline int64_t Workers(tensorflow::OpKernelContext* context, double cycles) {
+inline int64_t Workers(OpKernelContext* context, double cycles) {
   const int64_t threads = context->device()->tensorflow_cpu_worker_threads()->num_threads;
   const int64_t useful = 1 + static_cast<int64_t>(std::min(cycles / 20000.0, 1e6));
   return std::max<int64_t>(1, std::min(threads, useful));
 }
 
 // Calls work(0) ... work(tasks - 1), each once, on up to `tasks` threads; returns when all are done.
-inline void Parallel(tensorflow::OpKernelContext* context, int64_t tasks, const std::function<void(int64_t)>& work) {
+inline void Parallel(OpKernelContext* context, int64_t tasks, const std::function<void(int64_t)>& work) {
   if (tasks <= 1) {
     if (tasks == 1) work(0);
     return;
@@ -63,9 +63,9 @@ inline bool AllBelow(const int32_t* indices, int64_t count, int64_t bound) {
 }
 
 // Pointers must rise from 0 to `kept`, or a kernel would read outside of the index arrays.
-inline absl::Status CheckPointers(const char* name, const tensorflow::Tensor& pointers, int64_t kept) {
+inline absl::Status CheckPointers(const char* name, const Tensor& pointers, int64_t kept) {
   if (pointers.dims() != 1 || pointers.NumElements() < 1) {
-    return tensorflow::errors::InvalidArgument(name, " must be a vector of at least one number, got shape ",
+    return InvalidArgument(name, " must be a vector of at least one number, got shape ",
                                                pointers.shape().DebugString());
   }
   const int32_t* at = Ints(pointers);
@@ -73,14 +73,14 @@ inline absl::Status CheckPointers(const char* name, const tensorflow::Tensor& po
   bool rising = at[0] == 0 && at[last] == kept;
   for (int64_t i = 0; i < last; ++i) rising &= at[i] <= at[i + 1];
   if (!rising) {
-    return tensorflow::errors::InvalidArgument(name, " must rise from 0 to the number of kept weights, ", kept);
+    return InvalidArgument(name, " must rise from 0 to the number of kept weights, ", kept);
   }
   return absl::OkStatus();
 }
 
-inline absl::Status CheckVector(const char* name, const tensorflow::Tensor& tensor, int64_t size) {
+inline absl::Status CheckVector(const char* name, const Tensor& tensor, int64_t size) {
   if (tensor.dims() != 1 || tensor.NumElements() != size) {
-    return tensorflow::errors::InvalidArgument(name, " must be a vector of ", size, " numbers, got shape ",
+    return InvalidArgument(name, " must be a vector of ", size, " numbers, got shape ",
                                                tensor.shape().DebugString());
   }
   return absl::OkStatus();

@@ -6,21 +6,10 @@
 
 #include "bits.h"
 #include "parallel.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow.h"
 
 namespace sparsekit {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 
 class StructureOp : public OpKernel {
  public:
@@ -207,7 +196,7 @@ REGISTER_OP("SparsekitStructure")
       c->set_output(4, kept);
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitStructure").Device(tensorflow::DEVICE_CPU), StructureOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitStructure").Device(DEVICE_CPU), StructureOp);
 
 REGISTER_OP("SparsekitGather")
     .Input("dense: float")
@@ -219,7 +208,7 @@ REGISTER_OP("SparsekitGather")
       c->set_output(0, c->input(2));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitGather").Device(tensorflow::DEVICE_CPU), GatherOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitGather").Device(DEVICE_CPU), GatherOp);
 
 REGISTER_OP("SparsekitScatter")
     .Input("values: float")
@@ -236,7 +225,7 @@ REGISTER_OP("SparsekitScatter")
       c->set_output(0, c->Matrix(inputs, c->MakeDim(outputs)));
       return absl::OkStatus();
     });
-REGISTER_KERNEL_BUILDER(Name("SparsekitScatter").Device(tensorflow::DEVICE_CPU), ScatterOp);
+REGISTER_KERNEL_BUILDER(Name("SparsekitScatter").Device(DEVICE_CPU), ScatterOp);
 
 }  // namespace
 }  // namespace sparsekit
