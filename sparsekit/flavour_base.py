@@ -97,10 +97,11 @@ class Base:
     def has_own_layers(self, model: Any) -> bool:
         """Whether code that is not Keras' own takes part in a model's forward pass or in its penalties."""
         for layer in self.layers(model):
-            # What tf_keras makes of a regularizer is one partial around another.
-            losses = [] if self.is_keras3 else layer._callable_losses
-            if not all(isinstance(getattr(loss, "args", (None,))[0], functools.partial) for loss in losses):
-                return True
+            # What tf_keras makes of a regularizer is one partial around another, of a function of its own.
+            for loss in [] if self.is_keras3 else layer._callable_losses:
+                inner = next(iter(getattr(loss, "args", ())), None)
+                if not isinstance(inner, functools.partial) or not _is_keras_own(inner.func):
+                    return True
             if not type(layer).__module__.startswith(NAMES) or type(layer) is self.keras.layers.Lambda:
                 return True
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -172,12 +173,17 @@ def test_a_layer_that_takes_gradients_itself_stays_dense(flavour: str, long_runs
         sparsekit.retrain(sparsekit.prune(make(), 0.5), (X, Y), engine="sparse", **FIT)
 
 
-def test_a_penalty_that_reads_a_kernel_stays_dense(long_runs: list[Any]) -> None:
+def squares(layer: Any) -> tf.Tensor:
+    return tf.reduce_sum(layer.kernel**2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f, layer: lambda: f(layer), functools.partial], ids=["lambda", "partial"])
+def test_a_penalty_that_reads_a_kernel_stays_dense(long_runs: list[Any], wrap: Any) -> None:
     long_runs += [(2.0, 1.0)] * 2
 
     def make() -> Any:
         model = adam("tf_keras")
-        model.add_loss(lambda: tf.reduce_sum(model.layers[0].kernel ** 2))
+        model.add_loss(wrap(squares, model.layers[0]))
         model.compile(model.optimizer, "mse")
         return model
 
