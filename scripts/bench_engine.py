@@ -375,14 +375,12 @@ def show(rows: list[dict], roof: Roofline) -> None:
     from rich.table import Table
 
     table = Table(title="Forward and both gradients of one layer, median milliseconds")
-    for column in ("layer", "sparsity", "sparse", "dense, faster", "ratio", "target", "best of rounds"):
-        table.add_column(column, justify="left" if column == "layer" else "right")
-    table.add_column("GFLOP/s (of peak)", justify="right")
-    table.add_column("GB/s of lanes (of level 2)", justify="right")
-    table.add_column("GB/s of tensors (of level 3)", justify="right")
+    columns = ["layer", "sparsity", "sparse", "faster dense\n(oneDNN)", "ratio", "target", "best of\nrounds"]
+    columns += ["GFLOP/s\n(of peak)", "GB/s of lanes\n(of level 2)", "GB/s of tensors\n(of level 3)"]
     extra = [name for name in ("torch", "sparseprop") if name in rows[0]]
-    for name in extra:
-        table.add_column(f"{name}, its time / ours", justify="right")
+    columns += [f"{name},\nits time / ours" for name in extra]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "layer" else "right", no_wrap=True)
     before = None
     for row in rows:
         layer, seconds = row["layer"], row["sparse"] * 1e-3
@@ -397,7 +395,7 @@ def show(rows: list[dict], roof: Roofline) -> None:
             layer.name if layer != before else "",
             f"{row['sparsity']:.0%}",
             f"{row['sparse']:.3f}",
-            f"{row[dense]:.3f} ({dense})",
+            f"{row[dense]:.3f}, {dense.split()[1]:3}",
             f"[{'green' if target is None or ratio >= target else 'red'}]{ratio:.1f}x[/]",
             "" if target is None else f"{target:g}x",
             f"{row['best_ratio']:.1f}x",
