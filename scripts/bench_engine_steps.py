@@ -3,8 +3,8 @@
 Each side trains a model of its own in one call; the sides take turns, an epoch each, and medians over the rounds count.
 One process for each of TensorFlow's two dense settings; the column `sparse` compares with the faster plain fit of the
 two. Among the models are those of the examples and of the demo. Then what masks that change cost on the engine, in
-epochs of 100 steps: masks chosen anew once in each, ten times in each, or held wherever a weight becomes zero. All of it
-takes more than ten minutes; `--model MLP` takes three.
+epochs of 100 steps: masks chosen anew once in each, ten times in each, or held wherever a weight becomes zero.
+All of it takes more than ten minutes; `--model MLP` takes three.
 """
 
 from __future__ import annotations
